@@ -1,0 +1,78 @@
+# kvferry: one command per wish. Each sets up .venv first, and only when something changed.
+#
+#   make demo     two processes, one real transformer, its KV cache handed over
+#   make test     all tests: the native core's, those that need numpy alone, then those that need torch
+#   make quick    half a minute: what changed is rebuilt, the fast tests run
+#   make check    what a change must pass: format, lint, types, layers, sanitizers, all tests, the examples in the docs
+#   make bench    how fast, against the limits of this machine
+#   make clean    forget everything built; `make distclean` forgets .venv too
+#
+#   PYTHON=/path/to/python3   another interpreter (3.10 to 3.13; 3.11 where there is one)
+#   TORCH=no                  leave out the tests that need torch
+
+PYTHON ?= $(shell for p in python3.11 python3; do $$p -c '' 2>/dev/null && echo $$p && break; done)
+TORCH ?= yes
+VENV_PYTHON := .venv/bin/python
+PYTEST := $(VENV_PYTHON) -m pytest
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test quick check bench clean distclean built test-numpy test-torch lint sanitizers need-python
+
+help:
+	@sed -n 's/^#   //p' Makefile
+
+demo: built
+	@$(PYTHON) tools/environment.py torch
+	@$(VENV_PYTHON) -m demo
+
+test: built
+	@$(MAKE) --no-print-directory test-numpy test-torch
+
+quick: built
+	@$(VENV_PYTHON) tools/core_tests.py
+	@$(PYTEST) -q -m "not slow and not torch"
+
+check: built lint sanitizers
+	@$(MAKE) --no-print-directory test-numpy test-torch
+
+bench: built
+	@$(VENV_PYTHON) benchmarks/transfer.py $(ARGS)
+
+clean:
+	rm -rf .build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -f .venv/kvferry-editable.stamp
+
+distclean: clean
+	rm -rf .venv
+
+# --- steps -------------------------------------------------------------------------------------------------------
+
+need-python:
+	@test -n "$(PYTHON)" || { echo "This machine is missing Python 3: apt install python3 python3-venv python3-dev g++"; exit 1; }
+
+built: need-python
+	@$(PYTHON) tools/environment.py base
+	@$(VENV_PYTHON) tools/build.py
+
+test-numpy:
+	@$(VENV_PYTHON) tools/core_tests.py
+	@$(PYTEST) -m "not torch"
+
+# Status 3: there is no torch for this Python, which has been said; anything else but 0 is a failure.
+test-torch:
+ifeq ($(TORCH),no)
+	@echo "· TORCH=no: the tests that need torch are left out"
+else
+	@$(PYTHON) tools/environment.py torch; status=$$?; \
+	if [ $$status -eq 0 ]; then $(PYTEST) -m torch; elif [ $$status -ne 3 ]; then exit $$status; fi
+endif
+
+lint:
+	@$(PYTHON) tools/environment.py base check
+	@.venv/bin/ruff format --check .
+	@.venv/bin/ruff check .
+	@.venv/bin/mypy
+	@.venv/bin/lint-imports
+
+sanitizers:
+	@$(VENV_PYTHON) tools/core_tests.py strict address thread

@@ -1,0 +1,35 @@
+"""What every case is given: the compiled limits, how many rounds, and which of the contenders are there."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from exchange import Setup
+from limits import Work
+from peers import Peer, PeerUnavailable, Way
+
+
+@dataclass(slots=True)
+class Bench:
+    library: Path
+    spinner: Path
+    kvferry: bool
+    rounds: int
+    attempts: int
+    threads: int  # as many as kvferry takes by default
+    idle_s: float
+    peer_pythons: dict[str, str] = field(default_factory=dict)  # "nixl" | "mooncake" -> its interpreter
+
+    def setup(self, work: Work, transport: str, **options: Any) -> Setup:
+        return Setup(str(self.library), work, transport, kvferry=self.kvferry, **options)
+
+    def open_peer(self, way: Way, work: Work) -> Peer | None:
+        """None, and a line that says why, where it does not run: then its column is left out."""
+        try:
+            return Peer(way, self.peer_pythons[way.package], self.library, work)
+        except (PeerUnavailable, OSError) as error:
+            print(f"left out: {error}", file=sys.stderr)
+            return None

@@ -1,0 +1,545 @@
+// The binding: converts arguments, releases the GIL around whatever may wait or takes longer than about 5 µs, and raises
+// what the error factory makes of an Error. It decides nothing.
+
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <unistd.h>
+
+#include "../core/copier.hpp"
+#include "../core/host.hpp"
+#include "../core/node.hpp"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+using namespace kvferry;
+
+namespace {
+
+// ---- errors
+
+nb::object& error_factory() {
+  static nb::object* factory = new nb::object();  // never destroyed: the interpreter may be gone by then
+  return *factory;
+}
+
+void raise(const Error& error) {
+  const auto& outcome = error.outcome();
+  nb::gil_scoped_acquire gil;
+  if (!error_factory().is_valid() || error_factory().is_none()) {
+    PyErr_SetString(PyExc_RuntimeError, outcome.sentence.c_str());
+    return;
+  }
+  try {
+    nb::object exception = error_factory()(nb::str(std::string(kind_name(outcome.kind)).c_str()), outcome.sentence, "peer"_a = error.peer,
+                                           "cache"_a = error.cache, "operation"_a = error.operation, "bytes_touched"_a = outcome.touched,
+                                           "destination_settled"_a = outcome.settled);
+    PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(exception.ptr())), exception.ptr());
+  } catch (nb::python_error& inner) {
+    inner.restore();
+  }
+}
+
+// ---- arguments
+
+std::int64_t checked_timeout(std::int64_t timeout_ms) {
+  if (timeout_ms < 0 || timeout_ms > INT32_MAX)
+    throw Error(Kind::invalid_argument, "timeout_ms must lie in 0 .. 2147483647, not " + std::to_string(timeout_ms));
+  return timeout_ms;
+}
+
+Deadline deadline_of(std::int64_t timeout_ms) { return Deadline::after_ms(checked_timeout(timeout_ms)); }
+
+// Unit numbers from a list, a tuple, or an array of any integer type.
+std::vector<std::int64_t> units_of(nb::handle object) {
+  std::vector<std::int64_t> units;
+  if (nb::isinstance<nb::list>(object) || nb::isinstance<nb::tuple>(object)) {
+    units.reserve(nb::len(object));
+    PyObject* sequence = object.ptr();
+    const bool is_list = PyList_Check(sequence);
+    const Py_ssize_t n = is_list ? PyList_GET_SIZE(sequence) : PyTuple_GET_SIZE(sequence);
+    for (Py_ssize_t i = 0; i < n; ++i) {
+      PyObject* item = is_list ? PyList_GET_ITEM(sequence, i) : PyTuple_GET_ITEM(sequence, i);
+      PyObject* index = PyNumber_Index(item);
+      if (index == nullptr) throw nb::python_error();
+      int overflow = 0;
+      const auto value = PyLong_AsLongLongAndOverflow(index, &overflow);
+      Py_DECREF(index);
+      units.push_back(overflow != 0 ? -1 : value);
+    }
+    return units;
+  }
+  nb::object array = nb::module_::import_("numpy").attr("ascontiguousarray")(object, "dtype"_a = "int64");
+  const auto view = nb::cast<nb::ndarray<const std::int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>>(array);
+  units.assign(view.data(), view.data() + view.shape(0));
+  return units;
+}
+
+TensorRange range_of(std::pair<std::int64_t, std::int64_t> range) {
+  if (range.first < 0 || range.first > UINT32_MAX || range.second < -1 || range.second > UINT32_MAX)
+    throw Error(Kind::invalid_argument, "a tensor range (first, count) is out of bounds");
+  return {static_cast<std::uint32_t>(range.first), range.second};
+}
+
+std::uint32_t small_unsigned(std::int64_t value, const char* what) {
+  if (value < 0 || value > UINT32_MAX) throw Error(Kind::invalid_argument, std::string(what) + " must lie in 0 .. 2^32-1, not " + std::to_string(value));
+  return static_cast<std::uint32_t>(value);
+}
+
+using KeyTuple = std::tuple<std::string, std::uint64_t, std::uint64_t>;
+
+Key key_of(const KeyTuple& tuple) {
+  const auto& space = std::get<0>(tuple);
+  Key key{Key::Space::request, std::get<1>(tuple), std::get<2>(tuple)};
+  if (space == "prefix")
+    key.space = Key::Space::prefix;
+  else if (space == "blocks")
+    key.space = Key::Space::blocks, key.id = 0;
+  else if (space != "request")
+    throw Error(Kind::invalid_argument, "a key is a request, prefix or blocks key, not '" + space + "'");
+  return key;
+}
+
+std::vector<std::optional<Key>> keys_of(const std::vector<std::optional<KeyTuple>>& tuples) {
+  std::vector<std::optional<Key>> keys;
+  for (const auto& tuple : tuples) keys.push_back(tuple ? std::optional(key_of(*tuple)) : std::nullopt);
+  return keys;
+}
+
+unsigned transports_of(int transport) { return transport == 0 ? 7u : static_cast<unsigned>(transport); }
+
+Layout layout_of(int layout) {
+  if (layout < 0 || layout > 2) throw Error(Kind::invalid_argument, "a layout is ROWS, BLOCKS or MIXED");
+  return static_cast<Layout>(layout);
+}
+
+// ---- what Python holds
+
+struct PyNode {
+  std::shared_ptr<Node> node;
+};
+
+struct PyLink {
+  std::shared_ptr<Node> node;
+  std::shared_ptr<Link> link;
+};
+
+struct PyTransfer {
+  std::shared_ptr<Node> node;
+  std::shared_ptr<Operation> operation;
+};
+
+struct PyLayerPush {
+  std::shared_ptr<Node> node;
+  std::shared_ptr<LayerPush> push;
+};
+
+struct PyNotifier {
+  std::shared_ptr<Notifier> notifier;
+};
+
+struct PyPrepared {
+  std::shared_ptr<Node> node;
+  std::shared_ptr<PreparedPull> prepared;
+};
+
+struct Done {
+  std::uint64_t size_bytes;
+  std::int64_t nanoseconds;
+  Transport transport;
+};
+
+Done done_of(const Operation& operation, const Result& result) {
+  checked(operation, result);
+  return {result.bytes, result.nanoseconds, result.transport};
+}
+
+// Small transfers that need no answer from anybody keep the GIL: giving it up beside a busy Python thread costs up to 5 ms.
+constexpr std::uint64_t keep_gil_bytes = 32 << 10;
+
+Done run(Operation& operation, bool keep_gil) {
+  if (keep_gil) return done_of(operation, operation.run_here());
+  Result result;
+  {
+    nb::gil_scoped_release release;
+    result = operation.run_here();
+  }
+  return done_of(operation, result);
+}
+
+Done pull(PyLink& self, const Target& target, std::uint64_t into, std::shared_ptr<const Moves> moves, std::int64_t timeout_ms, int transport) {
+  const auto deadline = deadline_of(timeout_ms);
+  const auto operation = self.node->pull(self.link, target, into, moves, deadline, transports_of(transport));
+  return run(*operation, operation->will_not_wait(keep_gil_bytes));
+}
+
+PyTransfer started(const std::shared_ptr<Node>& node, std::shared_ptr<Operation> operation) {
+  {
+    nb::gil_scoped_release release;
+    operation->start();
+  }
+  return {node, std::move(operation)};
+}
+
+nb::dict statistics_of(PyLink& self) {
+  const auto s = self.node->statistics(*self.link);
+  nb::dict transports;
+  transports["map"] = s.map;
+  transports["cma"] = s.cma;
+  transports["socket"] = s.socket;
+  nb::dict d;
+  d["peer"] = s.peer;
+  d["peer_id"] = s.peer_id;
+  d["address"] = s.address;
+  d["alive"] = s.alive;
+  d["outgoing"] = s.outgoing;
+  d["same_host"] = s.same_host;
+  d["transports"] = transports;
+  d["lanes"] = s.lanes;
+  d["pulls"] = s.pulls;
+  d["pushes"] = s.pushes;
+  d["bytes_pulled"] = s.bytes_pulled;
+  d["bytes_pushed"] = s.bytes_pushed;
+  d["failures"] = s.failures;
+  d["resets"] = s.resets;
+  return d;
+}
+
+constexpr const char* layout_names[] = {"rows", "blocks", "mixed"};
+
+}  // namespace
+
+NB_MODULE(_core, m) {
+  nb::set_leak_warnings(false);  // a process may exit with nodes alive: the kernel closes what they hold
+  m.doc() = "The native core of kvferry; see _core.pyi.";
+  nb::register_exception_translator([](const std::exception_ptr& pointer, void*) {
+    try {
+      std::rethrow_exception(pointer);
+    } catch (const Error& error) {
+      raise(error);
+    }
+  });
+
+  m.attr("MAP") = 1;
+  m.attr("CMA") = 2;
+  m.attr("SOCKET") = 4;
+  m.attr("ROWS") = 0;
+  m.attr("BLOCKS") = 1;
+  m.attr("MIXED") = 2;
+  m.attr("READ") = 1;
+  m.attr("WRITE") = 2;
+  m.attr("WIRE_VERSION") = static_cast<int>(wire::version);
+  m.def("set_error_factory", [](nb::object factory) { error_factory() = std::move(factory); });
+  m.def("enable_test_kind", &enable_test_kind);
+  m.def("test_kind_allocate", &test_kind_allocate);
+  m.def("test_kind_read", [](std::uint64_t address, std::size_t bytes) {
+    std::string data(bytes, '\0');
+    if (!test_kind_read(data.data(), address, bytes)) throw Error(Kind::invalid_argument, "not test:0 memory");
+    return nb::bytes(data.data(), data.size());
+  });
+  m.def("test_kind_write", [](std::uint64_t address, nb::bytes data) {
+    if (!test_kind_write(address, data.c_str(), data.size())) throw Error(Kind::invalid_argument, "not test:0 memory");
+  });
+  m.def("host_report", [] {
+    const auto report = host_report();
+    nb::dict d;
+    d["kernel"] = report.kernel;
+    d["boot_id"] = report.boot_id;
+    d["yama_scope"] = report.yama_scope < 0 ? nb::object(nb::none()) : nb::object(nb::int_(report.yama_scope));
+    d["memfd_seals"] = report.memfd_seals;
+    d["map"] = report.map;
+    d["cma"] = report.cma;
+    d["socket"] = report.socket;
+    d["cores"] = report.cores;
+    return d;
+  });
+
+  nb::class_<Target>(m, "Target")
+      .def_static("by_id", [](std::uint64_t id) { return Target{Target::By::id, id, 0, {}, {}}; })
+      .def_static("by_name", [](std::string name) { return Target{Target::By::name, 0, 0, std::move(name), {}}; })
+      .def_static("by_request", [](std::uint64_t id, std::uint64_t model) { return Target{Target::By::request, id, model, {}, {}}; })
+      .def_static("by_prefix", [](std::uint64_t id, std::uint64_t model) { return Target{Target::By::prefix, id, model, {}, {}}; })
+      .def_static("by_blocks_key", [](std::uint64_t model) { return Target{Target::By::blocks_key, 0, model, {}, {}}; })
+      .def_static("by_window", [](nb::bytes name) { return Target{Target::By::window, 0, 0, std::string(name.c_str(), name.size()), {}}; })
+      .def_static("by_addresses", [](std::vector<std::uint64_t> addresses, std::uint64_t unit_bytes) {
+        return Target{Target::By::addresses, 0, unit_bytes, {}, std::move(addresses)};
+      }, "addresses"_a, "unit_bytes"_a = 0)
+      .def("__repr__", &Target::label);
+
+  nb::class_<Moves>(m, "Moves")
+      .def_static("whole", [](std::pair<std::int64_t, std::int64_t> source, std::pair<std::int64_t, std::int64_t> destination) {
+        return std::const_pointer_cast<Moves>(Moves::make_whole(range_of(source), range_of(destination)));
+      }, nb::kw_only(), "source_tensors"_a = std::pair(0, -1), "destination_tensors"_a = std::pair(0, -1))
+      .def_static("row", [](std::int64_t source_row, std::int64_t destination_row, std::int64_t size_bytes,
+                            std::pair<std::int64_t, std::int64_t> source, std::pair<std::int64_t, std::int64_t> destination) {
+        return std::const_pointer_cast<Moves>(
+            Moves::make_row(source_row, small_unsigned(destination_row, "destination_row"), size_bytes, range_of(source), range_of(destination)));
+      }, "source_row"_a, "destination_row"_a, "size_bytes"_a = -1, nb::kw_only(), "source_tensors"_a = std::pair(0, -1),
+         "destination_tensors"_a = std::pair(0, -1))
+      .def_static("blocks", [](nb::handle source, nb::handle destination, std::pair<std::int64_t, std::int64_t> source_tensors,
+                               std::pair<std::int64_t, std::int64_t> destination_tensors, bool keep_order) {
+        const auto from = units_of(source), to = units_of(destination);
+        return std::const_pointer_cast<Moves>(Moves::make_blocks(from.data(), from.size(), to.data(), to.size(), range_of(source_tensors),
+                                                                 range_of(destination_tensors), keep_order));
+      }, "source"_a, "destination"_a, nb::kw_only(), "source_tensors"_a = std::pair(0, -1), "destination_tensors"_a = std::pair(0, -1),
+         "keep_order"_a = false)
+      .def_static("row_to_blocks", [](std::int64_t source_row, nb::handle destination, std::pair<std::int64_t, std::int64_t> source_tensors,
+                                      std::pair<std::int64_t, std::int64_t> destination_tensors) {
+        const auto to = units_of(destination);
+        return std::const_pointer_cast<Moves>(
+            Moves::make_row_to_blocks(source_row, to.data(), to.size(), range_of(source_tensors), range_of(destination_tensors)));
+      }, "source_row"_a, "destination"_a, nb::kw_only(), "source_tensors"_a = std::pair(0, -1), "destination_tensors"_a = std::pair(0, -1))
+      .def_prop_ro("units", [](const Moves& moves) { return moves.units; });
+
+  nb::class_<Done>(m, "Done")
+      .def_ro("size_bytes", &Done::size_bytes)
+      .def_prop_ro("seconds", [](const Done& d) { return static_cast<double>(d.nanoseconds) * 1e-9; })
+      .def_prop_ro("transport", [](const Done& d) { return std::string(transport_name(d.transport)); })
+      .def_prop_ro("gb_per_s", [](const Done& d) { return d.nanoseconds > 0 ? static_cast<double>(d.size_bytes) / static_cast<double>(d.nanoseconds) : 0.0; })
+      .def("__repr__", [](const Done& d) {
+        return "Done(size_bytes=" + std::to_string(d.size_bytes) + ", seconds=" + std::to_string(static_cast<double>(d.nanoseconds) * 1e-9) +
+               ", transport='" + std::string(transport_name(d.transport)) + "')";
+      });
+
+  nb::class_<PyNotifier>(m, "Notifier")
+      .def("__init__", [](PyNotifier* self) { new (self) PyNotifier{std::make_shared<Notifier>()}; })
+      .def("fileno", [](PyNotifier& self) { return self.notifier ? self.notifier->descriptor() : -1; })
+      .def("take", [](PyNotifier& self) { return self.notifier ? self.notifier->take() : std::vector<std::uint64_t>{}; })
+      .def("close", [](PyNotifier& self) { self.notifier.reset(); });
+
+  nb::class_<PyTransfer>(m, "Transfer")
+      .def("done", [](PyTransfer& self) { return self.operation->done(); })
+      .def("wait", [](PyTransfer& self, std::int64_t timeout_ms) {
+        const auto until = deadline_of(timeout_ms);
+        bool done;
+        {
+          nb::gil_scoped_release release;
+          done = self.operation->wait(until);
+        }
+        if (!done)
+          throw Error({Kind::deadline, "still in flight when the wait was over", false, true}, self.operation->link()->label(),
+                      self.operation->subject(), self.operation->verb());
+        return done_of(*self.operation, self.operation->result());
+      }, "timeout_ms"_a)
+      .def("cancel", [](PyTransfer& self) {
+        nb::gil_scoped_release release;
+        const bool was_running = !self.operation->done();
+        self.operation->cancel();
+        self.operation->wait(Deadline::after_ms(60'000));  // the piece in hand
+        return was_running;
+      })
+      .def("notify", [](PyTransfer& self, PyNotifier& notifier, std::uint64_t token) { return self.operation->notify(notifier.notifier, token); });
+
+  nb::class_<PyLayerPush>(m, "LayerPush")
+      .def("layer_ready", [](PyLayerPush& self, std::int64_t layer) {
+        const auto number = small_unsigned(layer, "a layer");
+        nb::gil_scoped_release release;
+        self.push->layer_ready(number);
+      })
+      .def("cancel", [](PyLayerPush& self) {
+        nb::gil_scoped_release release;
+        const bool was_running = !self.push->done();
+        self.push->cancel();
+        self.push->wait(Deadline::after_ms(60'000));
+        return was_running;
+      })
+      .def_prop_ro("transfer", [](PyLayerPush& self) { return PyTransfer{self.node, self.push}; });
+
+  nb::class_<PyPrepared>(m, "Prepared").def("run", [](PyPrepared& self, std::int64_t timeout_ms) {
+    self.node->engine();  // open?
+    const auto operation = self.prepared->operation(deadline_of(timeout_ms));
+    return run(*operation, operation->will_not_wait(keep_gil_bytes));
+  }, "timeout_ms"_a);
+
+  nb::class_<PyLink>(m, "Link")
+      .def_prop_ro("link_id", [](PyLink& self) { return self.link->id; })
+      .def_prop_ro("peer_id", [](PyLink& self) { return self.link->peer.node_id; })
+      .def_prop_ro("peer", [](PyLink& self) { return self.link->label(); })
+      .def_prop_ro("alive", [](PyLink& self) { return !self.node->closed() && self.link->alive(); })
+      .def_prop_ro("outgoing", [](PyLink& self) { return self.link->outgoing; })
+      .def("pull", &pull, "target"_a, "into"_a, "moves"_a, "timeout_ms"_a, "transport"_a = 0)
+      .def("pull_async", [](PyLink& self, const Target& target, std::uint64_t into, std::shared_ptr<const Moves> moves, std::int64_t timeout_ms, int transport) {
+        return started(self.node, self.node->pull(self.link, target, into, std::move(moves), deadline_of(timeout_ms), transports_of(transport)));
+      }, "target"_a, "into"_a, "moves"_a, "timeout_ms"_a, "transport"_a = 0)
+      .def("push", [](PyLink& self, std::uint64_t source, const Target& target, std::shared_ptr<const Moves> moves, std::int64_t timeout_ms, int transport) {
+        const auto operation = self.node->push(self.link, source, target, std::move(moves), deadline_of(timeout_ms), transports_of(transport));
+        return run(*operation, false);
+      }, "source"_a, "target"_a, "moves"_a, "timeout_ms"_a, "transport"_a = 0)
+      .def("push_async", [](PyLink& self, std::uint64_t source, const Target& target, std::shared_ptr<const Moves> moves, std::int64_t timeout_ms, int transport) {
+        return started(self.node, self.node->push(self.link, source, target, std::move(moves), deadline_of(timeout_ms), transports_of(transport)));
+      }, "source"_a, "target"_a, "moves"_a, "timeout_ms"_a, "transport"_a = 0)
+      .def("push_layers", [](PyLink& self, std::uint64_t source, const Target& target, std::shared_ptr<const Moves> moves, nb::handle layers,
+                             std::int64_t tensors_per_layer, nb::handle destination_layers, std::int64_t timeout_ms, int transport) {
+        std::vector<std::uint32_t> from, to;
+        for (const auto layer : units_of(layers)) from.push_back(small_unsigned(layer, "a layer"));
+        for (const auto layer : units_of(destination_layers)) to.push_back(small_unsigned(layer, "a layer"));
+        auto push = self.node->push_layers(self.link, source, target, std::move(moves), std::move(from), std::move(to),
+                                           small_unsigned(tensors_per_layer, "tensors_per_layer"), checked_timeout(timeout_ms), transports_of(transport));
+        {
+          nb::gil_scoped_release release;
+          push->start();
+        }
+        return PyLayerPush{self.node, std::move(push)};
+      }, "source"_a, "target"_a, "moves"_a, "layers"_a, "tensors_per_layer"_a, "destination_layers"_a, "timeout_ms"_a, "transport"_a = 0)
+      .def("prepare_pull", [](PyLink& self, const Target& target, std::uint64_t into, std::shared_ptr<const Moves> moves, std::int64_t timeout_ms, int transport) {
+        const auto deadline = deadline_of(timeout_ms);
+        nb::gil_scoped_release release;
+        return PyPrepared{self.node, self.node->prepare(self.link, target, into, std::move(moves), deadline, transports_of(transport))};
+      }, "target"_a, "into"_a, "moves"_a, "timeout_ms"_a, "transport"_a = 0)
+      .def("describe", [](PyLink& self, const Target& target, std::int64_t timeout_ms) {
+        const auto deadline = deadline_of(timeout_ms);
+        std::pair<Geometry, Transport> found;
+        {
+          nb::gil_scoped_release release;
+          found = self.node->describe(self.link, target, deadline);
+        }
+        const auto& g = found.first;
+        nb::dict d = statistics_of(self);
+        nb::dict out;
+        out["cache_id"] = g.cache_id;
+        out["name"] = g.name;
+        out["layout"] = layout_names[static_cast<int>(g.layout)];
+        out["kind"] = g.kind;
+        out["tensors"] = g.tensors.size();
+        out["unit_bytes"] = g.unit_bytes;
+        out["count"] = g.count;
+        out["transport"] = std::string(transport_name(found.second));
+        out["reasons"] = d["transports"];
+        return out;
+      }, "target"_a, "timeout_ms"_a)
+      .def("unlink", [](PyLink& self, std::int64_t timeout_ms, bool force) {
+        const auto deadline = deadline_of(timeout_ms);
+        nb::gil_scoped_release release;
+        self.node->unlink(self.link, deadline, force);
+      }, "timeout_ms"_a, "force"_a = false)
+      .def("statistics", &statistics_of);
+
+  nb::class_<PyNode>(m, "Node")
+      .def("__init__", [](PyNode* self, std::uint64_t node_id, nb::bytes secret, int transports, unsigned copy_threads, unsigned lanes,
+                          std::int64_t heartbeat_ms, std::int64_t heartbeat_timeout_ms, bool attach_any) {
+        NodeOptions options;
+        options.node_id = node_id;
+        const auto* p = reinterpret_cast<const std::uint8_t*>(secret.c_str());
+        options.secret.assign(p, p + secret.size());
+        options.transports = static_cast<unsigned>(transports);
+        options.copy_threads = copy_threads;
+        options.lanes = lanes;
+        options.heartbeat_ms = heartbeat_ms;
+        options.heartbeat_timeout_ms = heartbeat_timeout_ms;
+        options.attach_any = attach_any;
+        new (self) PyNode{std::make_shared<Node>(std::move(options))};
+      }, nb::kw_only(), "node_id"_a, "secret"_a = nb::bytes("", 0), "transports"_a = 7, "copy_threads"_a = 0, "lanes"_a = 2,
+         "heartbeat_ms"_a = 1000, "heartbeat_timeout_ms"_a = 10000, "attach_any"_a = false)
+      .def_prop_ro("node_id", [](PyNode& self) { return self.node->id(); })
+      .def_prop_ro("closed", [](PyNode& self) { return self.node->closed(); })
+      .def("close", [](PyNode& self) {
+        nb::gil_scoped_release release;
+        self.node->close();
+      })
+      .def("listen", [](PyNode& self, const std::string& host, int port) {
+        if (port < 0 || port > 65535) throw Error(Kind::invalid_argument, "a port lies in 0 .. 65535, not " + std::to_string(port));
+        nb::gil_scoped_release release;
+        const auto endpoint = self.node->listen(host, static_cast<std::uint16_t>(port));
+        return std::pair<std::string, int>(endpoint.host, endpoint.port);
+      }, "host"_a, "port"_a)
+      .def("stop_listening", [](PyNode& self) {
+        nb::gil_scoped_release release;
+        self.node->stop_listening();
+      })
+      .def("connect", [](PyNode& self, const std::string& host, int port, std::int64_t timeout_ms) {
+        if (port < 0 || port > 65535) throw Error(Kind::invalid_argument, "a port lies in 0 .. 65535, not " + std::to_string(port));
+        const auto deadline = deadline_of(timeout_ms);
+        nb::gil_scoped_release release;
+        return PyLink{self.node, self.node->connect(host, static_cast<std::uint16_t>(port), deadline)};
+      }, "host"_a, "port"_a, "timeout_ms"_a)
+      .def("links", [](PyNode& self) {
+        std::vector<PyLink> links;
+        for (auto& link : self.node->links()) links.push_back({self.node, link});
+        return links;
+      })
+      .def("next_event", [](PyNode& self, std::int64_t timeout_ms) {
+        checked_timeout(timeout_ms);
+        nb::gil_scoped_release release;
+        return self.node->next_event(timeout_ms);
+      }, "timeout_ms"_a)
+      .def("register_cache", [](PyNode& self, std::string name, const std::string& kind, int layout, std::vector<std::uint64_t> addresses,
+                                std::uint64_t unit_bytes, std::uint64_t stride_bytes, std::uint64_t count,
+                                const std::vector<std::optional<KeyTuple>>& keys) {
+        auto& registry = self.node->registry();
+        Geometry geometry;
+        geometry.name = std::move(name);
+        geometry.kind = kind;
+        geometry.layout = layout_of(layout);
+        geometry.unit_bytes = unit_bytes;
+        geometry.stride_bytes = stride_bytes;
+        geometry.count = count;
+        for (const auto address : addresses) geometry.tensors.push_back({address, 0, 0});
+        const auto kind_id = kind_by_name(kind);
+        return registry.add(std::move(geometry), kind_id, keys_of(keys))->geometry.cache_id;
+      }, nb::kw_only(), "name"_a, "kind"_a, "layout"_a, "addresses"_a, "unit_bytes"_a, "stride_bytes"_a, "count"_a,
+         "keys"_a = std::vector<std::optional<KeyTuple>>{})
+      .def("create_pool", [](PyNode& self, std::size_t size_bytes, unsigned page_shift, std::size_t segment_bytes) {
+        self.node->registry().create_pool(size_bytes, page_shift, segment_bytes);
+      }, nb::kw_only(), "size_bytes"_a, "page_shift"_a = 16, "segment_bytes"_a = std::size_t{256} << 20)
+      .def("allocate_cache", [](PyNode& self, std::string name, int layout, std::uint32_t tensors, std::uint64_t unit_bytes, std::uint64_t count,
+                                const std::vector<std::optional<KeyTuple>>& keys) {
+        const auto cache = self.node->registry().allocate(std::move(name), layout_of(layout), tensors, unit_bytes, count, keys_of(keys));
+        std::vector<std::uint64_t> addresses;
+        for (const auto& tensor : cache->geometry.tensors) addresses.push_back(tensor.address);
+        return std::pair(cache->geometry.cache_id, addresses);
+      }, nb::kw_only(), "name"_a, "layout"_a, "tensors"_a, "unit_bytes"_a, "count"_a, "keys"_a = std::vector<std::optional<KeyTuple>>{})
+      .def("unregister_cache", [](PyNode& self, std::uint64_t cache_id) {
+        auto& registry = self.node->registry();
+        nb::gil_scoped_release release;
+        return registry.remove(cache_id);
+      }, "cache_id"_a)
+      .def("deallocate_cache", [](PyNode& self, std::uint64_t cache_id) {
+        auto& registry = self.node->registry();
+        nb::gil_scoped_release release;
+        return registry.deallocate(cache_id);
+      }, "cache_id"_a)
+      .def("remove_key", [](PyNode& self, const KeyTuple& key) {
+        auto& registry = self.node->registry();
+        const auto named = key_of(key);
+        nb::gil_scoped_release release;
+        return registry.remove_key(named);
+      }, "key"_a)
+      .def("cache_ids", [](PyNode& self) { return self.node->registry().cache_ids(); })
+      .def("open_window", [](PyNode& self, std::uint64_t cache_id, nb::handle units, int access, std::int64_t ttl_ms) {
+        if (access != 1 && access != 2) throw Error(Kind::invalid_argument, "a window is for READ or for WRITE");
+        const auto list = units_of(units);
+        const auto window = self.node->registry().open_window(cache_id, list.data(), list.size(), static_cast<Access>(access), checked_timeout(ttl_ms));
+        return nb::bytes(window->name.data(), window->name.size());
+      }, "cache_id"_a, "units"_a, "access"_a, "ttl_ms"_a)
+      .def("close_window", [](PyNode& self, nb::bytes name) {
+        auto& registry = self.node->registry();
+        const std::string text(name.c_str(), name.size());
+        nb::gil_scoped_release release;
+        return registry.close_window(text);
+      }, "name"_a)
+      .def("copy", [](PyNode& self, std::uint64_t source, std::uint64_t destination, std::shared_ptr<const Moves> moves) {
+        nb::gil_scoped_release release;
+        const auto result = self.node->copy(source, destination, *moves);
+        return Done{result.bytes, result.nanoseconds, result.transport};
+      }, "source"_a, "destination"_a, "moves"_a)
+      .def("statistics", [](PyNode& self) {
+        const auto s = self.node->statistics();
+        nb::dict d;
+        d["node_id"] = s.node_id;
+        d["threads"] = s.threads;
+        d["caches"] = s.caches;
+        d["windows"] = s.windows;
+        d["links"] = s.links;
+        d["pool_bytes"] = s.pool_bytes;
+        d["pool_used_bytes"] = s.pool_used_bytes;
+        d["slots_open"] = s.slots_open;
+        d["descriptors"] = open_descriptors();
+        return d;
+      });
+}

@@ -1,0 +1,234 @@
+"""One initialised instance: a kvferry node, and the newest link to each cluster id.
+
+Drives kvferry's public names and answers in the vendor's statuses. Knows no vendor argument rules; the classes in
+``v2`` check arguments and call this.
+
+Life: made by ``LLMDataDist.init`` (node open), closed by ``finalize``; a closed engine answers errors, never crashes.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import kvferry
+from llm_datadist.rules import status_table
+from llm_datadist.rules.addresses import int_to_ip
+from llm_datadist.rules.options import EngineOptions
+from llm_datadist.rules.status_table import status_of
+from llm_datadist.status import LLMException, LLMStatusCode, code_2_status, failure
+from llm_datadist.utils.log import get_logger
+
+_LINK_WORKERS = 16  # links that one call builds at a time
+_LOOPBACK = ("127.", "0.0.0.0")
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """One entry of a ``link_clusters`` or ``unlink_clusters`` call, as plain values."""
+
+    cluster_id: int
+    local: tuple[tuple[int, int], ...]
+    remote: tuple[tuple[int, int], ...]
+
+
+def translated(error: kvferry.KvferryError, function: str, call: str = "transfer") -> LLMException:
+    """What a vendor's caller sees instead of ``error``."""
+    return failure(status_of(error.kind, call), function, error)
+
+
+class Engine:
+    def __init__(self, cluster_id: int, options: EngineOptions) -> None:
+        """Opens the node; raises ``kvferry.KvferryError``."""
+        self.cluster_id = cluster_id
+        self.options = options
+        self.timeout_ms = options.timeout_ms
+        self.node = _open_node(cluster_id, options)
+        self.closed = False
+        self._listen = options.listen
+        self._lock = threading.Lock()
+        self._links: dict[int, kvferry.Link] = {}  # the newest that was seen alive, whoever opened it
+        self._opened: dict[int, kvferry.Link] = {}  # opened by this side
+        self._linked_to_itself = False
+        self._has_local_address = bool(options.local_comm_res)
+
+    def close(self) -> None:
+        with self._lock:
+            self.closed = True
+            self._links.clear()
+            self._opened.clear()
+        self.node.close()
+
+    # -- links
+
+    def link_to(self, cluster_id: int, function: str) -> kvferry.Link:
+        """A live link to the cluster, or ``LLMException``."""
+        link = self._links.get(cluster_id)
+        if link is not None and link.alive and cluster_id != self.cluster_id:
+            return link
+        return self._look_for_link(cluster_id, function)
+
+    def _look_for_link(self, cluster_id: int, function: str) -> kvferry.Link:
+        with self._lock:
+            if self.closed:
+                raise failure(status_table.PARAM_INVALID, function, "llm datadist was finalized")
+            link = self._alive(cluster_id)
+            # Two processes of one cluster id may share caches, one process with itself may not.
+            if cluster_id == self.cluster_id and (link is None or self._linked_to_itself):
+                raise failure(status_table.PARAM_INVALID, function, f"cluster {cluster_id} is this one")
+            if link is None:
+                raise failure(status_table.NOT_YET_LINK, function, f"there is no link to cluster {cluster_id}")
+            self._links[cluster_id] = link
+            return link
+
+    def _alive(self, cluster_id: int) -> kvferry.Link | None:
+        ours = self._links.get(cluster_id)
+        if ours is not None and ours.alive:
+            return ours
+        links = [link for link in self.node.links if link.peer_id == cluster_id and link.alive]
+        return links[-1] if links else None
+
+    def has_links(self) -> bool:
+        return any(link.alive for link in self.node.links)
+
+    def link_clusters(self, clusters: Sequence[Cluster], timeout_ms: int) -> list[LLMStatusCode]:
+        return _for_each(clusters, lambda cluster: self._link(cluster, timeout_ms))
+
+    def _link(self, cluster: Cluster, timeout_ms: int) -> int:
+        function = "link_clusters"
+        if len(cluster.remote) != 1:
+            return self._refuse(function, cluster, f"{len(cluster.remote)} remote addresses are given, not 1")
+        with self._lock:
+            if not self._has_local_address and len(cluster.local) != 1:
+                return self._refuse(function, cluster, f"{len(cluster.local)} local addresses are given, not 1")
+            self._has_local_address = True
+            if self._is_linked(cluster.cluster_id):
+                return status_table.ALREADY_LINK
+        ip, port = cluster.remote[0]
+        try:
+            host = int_to_ip(ip)
+            link = self.node.link(f"{host}:{port}", timeout_ms=timeout_ms)
+        except ValueError as error:
+            return self._refuse(function, cluster, error)
+        except kvferry.KvferryError as error:
+            if error.kind == "already_linked" and self._adopt(cluster.cluster_id):
+                return status_table.SUCCESS
+            get_logger().error("[%s] cluster %d: %s", function, cluster.cluster_id, error)
+            return status_of(error.kind, "link")
+        with self._lock:
+            before = self._opened.get(link.peer_id)
+            if before is None or not before.alive:
+                # The link bears the id that the peer reports, not the one that was asked for.
+                self._opened[link.peer_id] = self._links[link.peer_id] = link
+                self._linked_to_itself |= link.peer_id == self.cluster_id and self._is_own_address(host, port)
+                return status_table.SUCCESS
+        link.close()
+        return status_table.ALREADY_LINK
+
+    def _adopt(self, cluster_id: int) -> bool:
+        """With the hixl backend each side links for itself; a link that the peer opened serves both."""
+        with self._lock:
+            link = self._alive(cluster_id) if self.options.hixl else None
+            if link is None:
+                return False
+            self._opened[cluster_id] = self._links[cluster_id] = link
+            return True
+
+    def _is_linked(self, cluster_id: int) -> bool:
+        """With the hixl backend a link counts for the side that opened it alone."""
+        if self.options.hixl:
+            opened = self._opened.get(cluster_id)
+            return opened is not None and opened.alive
+        return self._alive(cluster_id) is not None
+
+    def _is_own_address(self, host: str, port: int) -> bool:
+        if self._listen is None or self._listen[1] != port:
+            return False
+        return host == self._listen[0] or (host.startswith(_LOOPBACK) and self._listen[0].startswith(_LOOPBACK))
+
+    def unlink_clusters(self, clusters: Sequence[Cluster], timeout_ms: int, force: bool) -> list[LLMStatusCode]:
+        return _for_each(clusters, lambda cluster: self._unlink(cluster, timeout_ms, force))
+
+    def _unlink(self, cluster: Cluster, timeout_ms: int, force: bool) -> int:
+        function = "unlink_clusters"
+        with self._lock:
+            links = [link for link in self.node.links if link.peer_id == cluster.cluster_id]
+            known = self._links.get(cluster.cluster_id)
+            if known is not None and known not in links:
+                links.append(known)
+        if not links:
+            return status_table.SUCCESS
+        if not force and not self.options.hixl and len(cluster.remote) != 1:
+            return self._refuse(function, cluster, f"{len(cluster.remote)} remote addresses are given, not 1")
+        code = status_table.SUCCESS
+        for link in links:
+            try:
+                link.unlink(timeout_ms=timeout_ms, force=force)
+            except kvferry.KvferryError as error:
+                get_logger().error("[%s] cluster %d: %s", function, cluster.cluster_id, error)
+                code = status_of(error.kind, "unlink") or code
+        if code == status_table.SUCCESS:
+            with self._lock:
+                self._links.pop(cluster.cluster_id, None)
+                self._opened.pop(cluster.cluster_id, None)
+                self._linked_to_itself &= cluster.cluster_id != self.cluster_id
+        return code
+
+    @staticmethod
+    def _refuse(function: str, cluster: Cluster, why: object) -> int:
+        get_logger().error("[%s] cluster %d: %s", function, cluster.cluster_id, why)
+        return status_table.PARAM_INVALID
+
+    # -- role
+
+    def switch_role(self, listen: tuple[str, int] | None) -> None:
+        """Moves the listener to ``listen``, closes it for None. Nothing has changed if the call raises."""
+        function = "switch_role"
+        if self.has_links():
+            raise failure(status_table.EXIST_LINK, function, "there are links; unlink them first")
+        if listen is not None and self._listen is not None and listen[1] == self._listen[1]:
+            return
+        if self.options.hixl:
+            raise failure(status_table.FEATURE_NOT_ENABLED, function, "the hixl backend keeps its port")
+        before = self._listen
+        try:
+            self.node.stop_listening()
+            self._listen = None
+            if listen is not None:
+                self.node.listen(f"{listen[0]}:{listen[1]}")
+                self._listen = listen
+        except kvferry.KvferryError as error:
+            if before is not None and self._listen is None and not self.node.closed:
+                self.node.listen(f"{before[0]}:{before[1]}")
+                self._listen = before
+            raise translated(error, function, "listen") from error
+
+
+def _open_node(cluster_id: int, options: EngineOptions) -> kvferry.Node:
+    more: dict[str, Any] = {}
+    pools = [pool for pool in (options.device_pool, options.host_pool) if pool is not None]
+    if pools:
+        # kvferry has one pool for each node; both placements are host memory here and draw on it.
+        more["pool"] = kvferry.PoolOptions(
+            size_bytes=sum(pool.size_bytes for pool in pools), page_shift=min(pool.page_shift for pool in pools)
+        )
+    if options.transports is not None:
+        more["transports"] = options.transports
+    return kvferry.Node(
+        None if options.listen is None else f"{options.listen[0]}:{options.listen[1]}",
+        node_id=cluster_id,
+        secret=options.secret,
+        attach=options.attach,
+        **more,
+    )
+
+
+def _for_each(clusters: Sequence[Cluster], work: Callable[[Cluster], int]) -> list[LLMStatusCode]:
+    """The outcome of each, in order; several are worked on at a time."""
+    if len(clusters) < 2:
+        return [code_2_status(work(cluster)) for cluster in clusters]
+    with ThreadPoolExecutor(min(len(clusters), _LINK_WORKERS)) as workers:
+        return [code_2_status(code) for code in workers.map(work, clusters)]

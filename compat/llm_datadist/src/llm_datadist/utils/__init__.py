@@ -1,0 +1,1 @@
+"""Argument checks and the logger, at the paths where callers of the vendor's package look for them."""

@@ -1,0 +1,108 @@
+"""Checks of single arguments: wrong type is ``TypeError``, out of range is ``ValueError``.
+
+Knows no caches and raises no ``LLMException``. Type checks let ``None`` through unless told otherwise (callers of the
+vendor's package rely on it); integer ranges never do. A ``bool`` is an ``int``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+
+def check_isinstance(
+    name: str, value: Any, classes: Sequence[type] | type, extra_info: str = "", allow_none: bool = True
+) -> Any:
+    """Returns ``value``; ``TypeError`` unless it is an instance of one of ``classes`` (or an allowed ``None``)."""
+    accepted = classes if isinstance(classes, (type, tuple)) else tuple(classes)
+    if isinstance(value, accepted) or (value is None and allow_none):
+        return value
+    names = ", ".join(cls.__name__ for cls in (accepted if isinstance(accepted, tuple) else (accepted,)))
+    raise TypeError(f"{extra_info}{name} only support {names}, but got {type(value).__name__}")
+
+
+def check_inner(name: str, values: Iterable[Any], classes: Sequence[type] | type, allow_none: bool = False) -> None:
+    """Each element of ``values`` is an instance of one of ``classes``."""
+    for index, value in enumerate(values):
+        check_isinstance(f"{name}[{index}]", value, classes, allow_none=allow_none)
+
+
+def check_dict(name: str, value: Any, key_classes: Sequence[type] | type, value_classes: Sequence[type] | type) -> None:
+    check_isinstance(name, value, dict, allow_none=False)
+    check_inner(f"keys of {name}", value.keys(), key_classes)
+    check_inner(f"values of {name}", value.values(), value_classes)
+
+
+def _check_integer(name: str, value: Any, low: int, high: int, kind: str) -> None:
+    if not isinstance(value, int):
+        check_isinstance(name, value, int, allow_none=False)
+    if not low <= value <= high:
+        raise ValueError(f"{name} is out of range: {value} is not in {kind}'s [{low}, {high}]")
+
+
+def check_uint64(name: str, value: Any) -> None:
+    _check_integer(name, value, 0, (1 << 64) - 1, "uint64")
+
+
+def check_int64(name: str, value: Any) -> None:
+    _check_integer(name, value, -(1 << 63), (1 << 63) - 1, "int64")
+
+
+def check_uint32(name: str, value: Any) -> None:
+    _check_integer(name, value, 0, (1 << 32) - 1, "uint32")
+
+
+def check_int32(name: str, value: Any) -> None:
+    _check_integer(name, value, -(1 << 31), (1 << 31) - 1, "int32")
+
+
+def check_uint16(name: str, value: Any) -> None:
+    _check_integer(name, value, 0, (1 << 16) - 1, "uint16")
+
+
+def check_uint8(name: str, value: Any) -> None:
+    _check_integer(name, value, 0, (1 << 8) - 1, "uint8")
+
+
+def check_list_uint64(name: str, values: Any) -> None:
+    _check_list(name, values, check_uint64)
+
+
+def check_list_int64(name: str, values: Any) -> None:
+    _check_list(name, values, check_int64)
+
+
+def check_list_int32(name: str, values: Any) -> None:
+    _check_list(name, values, check_int32)
+
+
+def check_positive_or_set_default(name: str, value: Any, default: int = -1) -> int:
+    """``default`` for ``None``; else an int64 that is not negative (``ValueError``)."""
+    if value is None:
+        return default
+    check_int64(name, value)
+    if value < 0:
+        raise ValueError(f"{name} is out of range: {value} is negative")
+    return int(value)
+
+
+def check_block_list(name: str, values: Any) -> None:
+    """A list or tuple of block numbers, of any length and at little cost: int, not negative (``TypeError`` both)."""
+    if not isinstance(values, (list, tuple)):
+        check_isinstance(name, values, [list, tuple], allow_none=False)
+    if not values:
+        return
+    kinds = set(map(type, values))
+    if kinds != _PLAIN_INT and not all(issubclass(kind, int) for kind in kinds):
+        check_inner(name, values, int)
+    if min(values) < 0:
+        raise TypeError(f"{name} only support block numbers from 0, but got {min(values)}")
+
+
+_PLAIN_INT = {int}
+
+
+def _check_list(name: str, values: Any, check: Any) -> None:
+    check_isinstance(name, values, [list, tuple], allow_none=False)
+    for index, value in enumerate(values):
+        check(f"{name}[{index}]", value)

@@ -1,0 +1,230 @@
+"""The caches of one instance: registered and allocated, by the id that kvferry gave them.
+
+The half of ``CacheManager`` that puts memory under a name; the other half moves bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import kvferry
+from llm_datadist import arguments
+from llm_datadist.cache import Cache, CacheDesc, MemInfo
+from llm_datadist.engine import Engine, translated
+from llm_datadist.enums import Placement
+from llm_datadist.keys import NO_ID, BlocksCacheKey, CacheKey
+from llm_datadist.rules.options import EngineOptions
+from llm_datadist.status import LLMStatusCode, failure, raise_if_false
+from llm_datadist.utils.utils import check_int64, check_isinstance
+
+
+class CacheTable:
+    def __init__(self, options: EngineOptions, engine: Engine) -> None:
+        self._options = options
+        self._engine = engine
+        self._caches: dict[int, kvferry.Cache] = {}
+        self._allocated: set[int] = set()
+        self._private: set[int] = set()  # ids that remote mode must not move
+        self._blocks_keys: dict[int, kvferry.BlocksKey] = {}
+        self._is_call_linked = False
+
+    def set_is_call_linked(self) -> None:
+        """From the first ``link()`` on, new caches are not remote accessible."""
+        self._is_call_linked = True
+
+    # -- registration
+
+    def register_cache(
+        self,
+        cache_desc: CacheDesc,
+        addrs: list[int],
+        cache_keys: Sequence[CacheKey] = (),
+        remote_accessible: bool | None = None,
+    ) -> Cache:
+        """A cache in the caller's memory, addressed by rows; the i-th key names row i. The memory is not touched."""
+        arguments.addresses(cache_desc, addrs, exact=True)
+        arguments.cache_keys(cache_keys)
+        accessible = self._is_accessible(cache_desc, remote_accessible)
+        return self._register(cache_desc, addrs, [owner_key(key) for key in cache_keys], accessible, is_blocks=False)
+
+    def register_blocks_cache(
+        self,
+        cache_desc: CacheDesc,
+        addrs: list[int],
+        blocks_cache_key: BlocksCacheKey | None = None,
+        remote_accessible: bool | None = None,
+    ) -> Cache:
+        """A cache in the caller's memory, addressed by blocks. The memory is not touched."""
+        arguments.addresses(cache_desc, addrs, exact=False)
+        check_isinstance("blocks_cache_key", blocks_cache_key, BlocksCacheKey)
+        accessible = self._is_accessible(cache_desc, remote_accessible)
+        cache_desc._is_blocks = True
+        raise_if_false(
+            len(addrs) == cache_desc.num_tensors,
+            "{} addresses are given for {} tensors",
+            len(addrs),
+            cache_desc.num_tensors,
+        )
+        return self._register(cache_desc, addrs, self._owner_blocks_key(blocks_cache_key), accessible, is_blocks=True)
+
+    def _register(
+        self, cache_desc: CacheDesc, addrs: list[int], keys: list[Any], accessible: bool, is_blocks: bool
+    ) -> Cache:
+        unit_bytes, count = arguments.geometry(cache_desc)
+        try:
+            ours = self._engine.node.register_addresses(
+                "",
+                addrs,
+                unit_bytes=unit_bytes,
+                count=count,
+                layout="blocks" if is_blocks else "rows",
+                keys=keys,
+            )
+        except kvferry.KvferryError as error:
+            raise translated(error, "register_blocks_cache" if is_blocks else "register_cache", "register") from error
+        if not accessible:
+            self._private.add(ours.id)
+        self._caches[ours.id] = ours
+        return Cache(ours.id, cache_desc, list(addrs), self, is_registered=True, is_blocks_cache=is_blocks)
+
+    def _is_accessible(self, cache_desc: CacheDesc, remote_accessible: bool | None) -> bool:
+        check_isinstance("remote_accessible", remote_accessible, bool)
+        raise_if_false(
+            not (remote_accessible and self._is_call_linked),
+            "remote_accessible can not be True for a cache registered after link()",
+        )
+        if remote_accessible is not None:
+            return remote_accessible
+        return cache_desc.placement == Placement.DEVICE and not self._is_call_linked
+
+    def unregister_cache(self, cache_id: int) -> None:
+        """Ends it; an unknown id is fine. When this returns nobody's bytes move in its memory any more."""
+        check_int64("cache_id", cache_id)
+        if cache_id not in self._caches:
+            return
+        try:
+            self._engine.node.unregister(cache_id)
+        except kvferry.KvferryError as error:
+            raise translated(error, "unregister_cache", "register") from error
+        self._forget(cache_id)
+
+    def remap_registered_memory(self, mem_infos: MemInfo | list[MemInfo]) -> None:
+        """Not served: device memory has no faults to mend here. Checks its arguments, then says so."""
+        arguments.memory(mem_infos)
+        function = "remap_registered_memory"
+        if isinstance(mem_infos, list) and not mem_infos:
+            raise failure(LLMStatusCode.LLM_PARAM_INVALID, function, "mem_infos is empty")
+        if self._engine.closed or not self._engine.has_links():
+            raise failure(LLMStatusCode.LLM_NOT_YET_LINK, function, "there is no link")
+        raise failure(LLMStatusCode.LLM_FEATURE_NOT_ENABLED, function, "there is no device memory to remap")
+
+    # -- allocation
+
+    def allocate_cache(self, cache_desc: CacheDesc, cache_keys: Sequence[CacheKey] = ()) -> Cache:
+        """A cache from the configured pool, addressed by rows; the i-th key names row i."""
+        arguments.cache_keys(cache_keys)
+        return self._allocate(cache_desc, [owner_key(key) for key in cache_keys], is_blocks=False)
+
+    def allocate_blocks_cache(self, cache_desc: CacheDesc, blocks_cache_key: BlocksCacheKey | None = None) -> Cache:
+        """A cache from the configured pool, addressed by blocks."""
+        check_isinstance("blocks_cache_key", blocks_cache_key, BlocksCacheKey)
+        return self._allocate(cache_desc, self._owner_blocks_key(blocks_cache_key), is_blocks=True)
+
+    def _allocate(self, cache_desc: CacheDesc, keys: list[Any], is_blocks: bool) -> Cache:
+        check_isinstance("cache_desc", cache_desc, CacheDesc)
+        raise_if_false(cache_desc.num_tensors > 0, "num_tensors must be over 0")
+        on_host = cache_desc.placement == Placement.HOST
+        pool = self._options.host_pool if on_host else self._options.device_pool
+        raise_if_false(pool is not None, "{} is not configured", "host_mem_pool_cfg" if on_host else "mem_pool_cfg")
+        unit_bytes, count = arguments.geometry(cache_desc)
+        try:
+            ours = self._engine.node.allocate(
+                "",
+                tensors=cache_desc.num_tensors,
+                shape=(count, unit_bytes),
+                dtype="uint8",
+                layout="blocks" if is_blocks else "rows",
+                keys=keys,
+            )
+        except kvferry.KvferryError as error:
+            raise translated(error, "allocate_blocks_cache" if is_blocks else "allocate_cache", "register") from error
+        if is_blocks:
+            cache_desc._is_blocks = True
+        self._allocated.add(ours.id)
+        self._caches[ours.id] = ours
+        return Cache(ours.id, cache_desc, list(ours.addresses), self, is_blocks_cache=is_blocks)
+
+    def deallocate_cache(self, cache: Cache) -> None:
+        """Gives its memory back, once every request key that is still bound was pulled or removed."""
+        self._deallocate("deallocate_cache", cache, is_blocks=False)
+
+    def deallocate_blocks_cache(self, cache: Cache) -> None:
+        """Gives its memory back."""
+        self._deallocate("deallocate_blocks_cache", cache, is_blocks=True)
+
+    def _deallocate(self, function: str, cache: Cache, is_blocks: bool) -> None:
+        check_isinstance("cache", cache, Cache)
+        raise_if_false(cache.is_blocks_cache == is_blocks, "{} is of the other kind", cache)
+        self._needs_a_pool(function)
+        if cache.cache_id in self._allocated:
+            try:
+                self._engine.node.deallocate(cache.cache_id)
+            except kvferry.KvferryError as error:
+                raise translated(error, function) from error
+            self._forget(cache.cache_id)
+        cache._tensor_addrs = []
+
+    def remove_cache_key(self, cache_key: CacheKey) -> None:
+        """Unbinds a request key of an allocated cache; any other key is fine and nothing happens."""
+        check_isinstance("cache_key", cache_key, CacheKey)
+        self._needs_a_pool("remove_cache_key")
+        key = owner_key(cache_key)
+        if key is None:
+            return
+        try:
+            self._engine.node.remove_key(key)
+        except kvferry.KvferryError as error:
+            raise translated(error, "remove_cache_key", "register") from error
+
+    def _needs_a_pool(self, function: str) -> None:
+        if self._options.device_pool is None and self._options.host_pool is None:
+            raise failure(LLMStatusCode.LLM_FEATURE_NOT_ENABLED, function, "no memory pool is configured")
+
+    def _forget(self, cache_id: int) -> None:
+        self._caches.pop(cache_id, None)
+        self._allocated.discard(cache_id)
+        self._private.discard(cache_id)
+
+    # -- names
+
+    def _own(self, function: str, cache: Cache) -> kvferry.Cache:
+        """This node's cache behind a ``Cache``."""
+        ours = self._caches.get(cache.cache_id)
+        if ours is None:
+            raise failure(LLMStatusCode.LLM_KV_CACHE_NOT_EXIST, function, f"{cache} does not exist here")
+        if self._options.remote and cache.cache_id in self._private:
+            raise failure(LLMStatusCode.LLM_PARAM_INVALID, function, f"{cache} is not remote accessible")
+        return ours
+
+    def _blocks_key(self, model_id: int) -> kvferry.BlocksKey:
+        key = self._blocks_keys.get(model_id)
+        if key is None:
+            _check_model_id(model_id)
+            key = self._blocks_keys[model_id] = kvferry.BlocksKey(model_id)
+        return key
+
+    def _owner_blocks_key(self, key: BlocksCacheKey | None) -> list[kvferry.BlocksKey]:
+        return [] if key is None else [self._blocks_key(key.model_id)]
+
+
+def _check_model_id(model_id: int) -> None:
+    if not isinstance(model_id, int) or not 0 <= model_id < 1 << 64:
+        raise TypeError(f"model_id only support integers from 0 to 2^64-1, but got {model_id}")
+
+
+def owner_key(key: CacheKey) -> kvferry.RequestKey | kvferry.PrefixKey | None:
+    """A key in its owner's table: the cluster plays no part. None: it names nothing and skips its row."""
+    if key.prefix_id != NO_ID:
+        return kvferry.PrefixKey(key.prefix_id, key.model_id)
+    return None if key.req_id == NO_ID else kvferry.RequestKey(key.req_id, key.model_id)

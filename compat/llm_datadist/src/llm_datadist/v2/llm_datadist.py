@@ -1,0 +1,229 @@
+"""``LLMDataDist``: one instance's life, its links, and the way to its cache manager."""
+
+from __future__ import annotations
+
+import atexit
+import importlib
+import threading
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import kvferry
+from llm_datadist.cluster import LLMClusterInfo
+from llm_datadist.engine import Cluster, Engine, translated
+from llm_datadist.enums import LLMRole, RegisterMemStatus
+from llm_datadist.rules import options as rules
+from llm_datadist.rules.options import EngineOptions
+from llm_datadist.status import LLMException, LLMStatusCode, failure, raise_if_false
+from llm_datadist.utils.utils import check_dict, check_inner, check_int32, check_isinstance, check_uint32, check_uint64
+from llm_datadist.v2.cache_manager import CacheManager
+from llm_datadist.v2.llm_utils import parse_listen_ip_info
+
+EngineConfig = EngineOptions
+_ROLE_NAMES = {LLMRole.PROMPT: "Prompt", LLMRole.DECODER: "Decoder", LLMRole.MIX: "Mix"}
+_MAX_RANKS = 4
+_MAX_NAME = 127
+
+
+class LLMDataDist:
+    """One engine of a process; only one can be initialised at a time."""
+
+    llm_engine_instance: ClassVar[LLMDataDist | None] = None
+    _life: ClassVar[threading.RLock] = threading.RLock()  # init and finalize exclude each other
+
+    def __init__(self, role: LLMRole, cluster_id: int) -> None:
+        check_isinstance("role", role, LLMRole)
+        check_uint64("cluster_id", cluster_id)
+        self._role = role
+        self._cluster_id = cluster_id
+        self._engine: Engine | None = None
+        self._cache_manager: CacheManager | None = None
+
+    # -- life
+
+    def init(self, options: dict[str, str]) -> None:
+        """Starts the engine; does nothing if this object is initialised. Nothing has changed if the call raises."""
+        with LLMDataDist._life:
+            if self._engine is not None:
+                return
+            raise_if_false(
+                LLMDataDist.llm_engine_instance is None,
+                "another LLMDataDist is initialised in this process: finalize it first",
+                status_code=LLMStatusCode.LLM_FAILED,
+            )
+            check_isinstance("options", options, dict)
+            values = self._parsed(options)
+            try:
+                engine = Engine(self._cluster_id, values)
+            except kvferry.KvferryError as error:
+                raise translated(error, "init", "init") from error
+            self._engine = engine
+            self._cache_manager = CacheManager(self, values, engine)
+            LLMDataDist.llm_engine_instance = self
+
+    def _parsed(self, options: dict[str, str]) -> EngineOptions:
+        try:
+            completed = rules.completed(options, self._role_to_str(self._role))
+            if not rules.is_cache_manager_mode(completed):
+                importlib.import_module("llm_datadist_v1")  # the older mode: ModuleNotFoundError
+                raise failure(LLMStatusCode.LLM_FEATURE_NOT_ENABLED, "init", "the older mode is not served here")
+            check_dict("options", completed, str, str)
+            return rules.parse(completed)
+        except rules.OptionError as error:
+            raise failure(LLMStatusCode.LLM_PARAM_INVALID, "init", error) from None
+
+    def finalize(self) -> None:
+        """Ends links, caches and pools; does nothing if not initialised. ``init`` may follow."""
+        with LLMDataDist._life:
+            engine, self._engine = self._engine, None
+            if engine is None:
+                return
+            self._cache_manager = None
+            if LLMDataDist.llm_engine_instance is self:
+                LLMDataDist.llm_engine_instance = None
+            engine.close()
+
+    def _initialised(self) -> Engine:
+        engine = self._engine
+        if engine is None:
+            raise RuntimeError("llm datadist is not initialized")
+        return engine
+
+    # -- what it has
+
+    @property
+    def cluster_id(self) -> int:
+        return self._cluster_id
+
+    @property
+    def cache_manager(self) -> CacheManager:
+        self._initialised()
+        manager = self._cache_manager
+        assert manager is not None
+        return manager
+
+    @property
+    def kv_cache_manager(self) -> Any:
+        self._initialised()
+        raise LLMException(
+            "kv_cache_manager belongs to the older mode: use cache_manager", status_code=LLMStatusCode.LLM_PARAM_INVALID
+        )
+
+    # -- links by address
+
+    def link_clusters(
+        self, clusters: list[LLMClusterInfo] | tuple[LLMClusterInfo, ...], timeout: int = 3000
+    ) -> tuple[LLMStatusCode, list[LLMStatusCode]]:
+        """Links to each; never raises for a link that fails. The first code is that of the last one that failed."""
+        engine = self._initialised()
+        _check_timeout(timeout)
+        needs_local = not engine.options.local_comm_res
+        return _summed_up(engine.link_clusters(_plain(clusters, needs_local), timeout))
+
+    def unlink_clusters(
+        self, clusters: list[LLMClusterInfo] | tuple[LLMClusterInfo, ...], timeout: int = 3000, force: bool = False
+    ) -> tuple[LLMStatusCode, list[LLMStatusCode]]:
+        """Ends the links to each, with the peer's knowledge unless ``force``; transfers in flight are waited for."""
+        engine = self._initialised()
+        _check_timeout(timeout)
+        check_isinstance("force", force, bool, allow_none=False)
+        return _summed_up(engine.unlink_clusters(_plain(clusters, False), timeout, force))
+
+    def check_link_status(self, remote_cluster_id: int) -> None:
+        self._initialised()
+        check_uint64("remote_cluster_id", remote_cluster_id)
+        raise LLMException("check_link_status belongs to the older mode", status_code=LLMStatusCode.LLM_PARAM_INVALID)
+
+    # -- links by rank table
+
+    def link(self, comm_name: str, cluster_rank_info: dict[int, int], rank_table: str) -> int:
+        """Not served yet: checks its arguments, then ``LLM_FEATURE_NOT_ENABLED``."""
+        self._initialised()
+        check_isinstance("comm_name", comm_name, str, allow_none=False)
+        raise_if_false(1 <= len(comm_name) <= _MAX_NAME, "comm_name must have 1 to {} characters", _MAX_NAME)
+        check_dict("cluster_rank_info", cluster_rank_info, int, int)
+        raise_if_false(
+            1 < len(cluster_rank_info) <= _MAX_RANKS, "cluster_rank_info must have 2 to {} entries", _MAX_RANKS
+        )
+        for cluster_id, rank in cluster_rank_info.items():
+            check_uint64("cluster_rank_info's cluster id", cluster_id)
+            check_uint32("cluster_rank_info's rank", rank)
+        ranks = list(cluster_rank_info.values())
+        raise_if_false(ranks == sorted(ranks), "cluster_rank_info's ranks must ascend, but got {}", ranks)
+        check_isinstance("rank_table", rank_table, str, allow_none=False)
+        raise failure(
+            LLMStatusCode.LLM_FEATURE_NOT_ENABLED, "link", "linking by rank table is not served: use link_clusters"
+        )
+
+    def unlink(self, comm_id: int) -> None:
+        self._unknown_communicator("unlink", comm_id)
+
+    def query_register_mem_status(self, comm_id: int) -> RegisterMemStatus:
+        self._unknown_communicator("query_register_mem_status", comm_id)
+        return RegisterMemStatus.FAILED
+
+    def _unknown_communicator(self, function: str, comm_id: int) -> None:
+        engine = self._initialised()
+        check_uint64("comm_id", comm_id)
+        if engine.options.hixl:
+            raise failure(LLMStatusCode.LLM_FEATURE_NOT_ENABLED, function, "the hixl backend links by address alone")
+        raise failure(LLMStatusCode.LLM_NOT_YET_LINK, function, f"there is no communicator {comm_id}")
+
+    # -- role
+
+    def switch_role(self, role: LLMRole, switch_options: dict[str, str] | None = None) -> None:
+        """Role is a label; the listener follows ``llm.listenIpInfo`` of the options and closes without it."""
+        engine = self._initialised()
+        check_isinstance("role", role, LLMRole)
+        check_isinstance("switch_options", switch_options, dict)
+        self._role_to_str(role)
+        listen = None
+        if switch_options and rules.LISTEN in switch_options:
+            listen = parse_listen_ip_info(switch_options[rules.LISTEN])
+        with LLMDataDist._life:
+            engine.switch_role(listen)
+            self._role = role
+
+    @staticmethod
+    def _role_to_str(role: LLMRole) -> str:
+        return _ROLE_NAMES[role]
+
+
+def _check_timeout(timeout: int) -> None:
+    check_int32("timeout", timeout)
+    raise_if_false(timeout > 0, "timeout must be over 0 milliseconds, but got {}", timeout)
+
+
+def _plain(clusters: Sequence[LLMClusterInfo], needs_local: bool) -> list[Cluster]:
+    check_isinstance("clusters", clusters, [list, tuple])
+    check_inner("clusters", clusters, LLMClusterInfo)
+    result = []
+    for cluster in clusters:
+        raise_if_false(cluster.local_ip_info_list or not needs_local, "local_ip_info_list is empty")
+        check_uint64("remote_cluster_id", cluster.remote_cluster_id)
+        assert cluster.remote_cluster_id is not None
+        result.append(
+            Cluster(cluster.remote_cluster_id, tuple(cluster.local_ip_info_list), tuple(cluster.remote_ip_info_list))
+        )
+    return result
+
+
+def _summed_up(codes: list[LLMStatusCode]) -> tuple[LLMStatusCode, list[LLMStatusCode]]:
+    if not codes:
+        return LLMStatusCode.LLM_PARAM_INVALID, []
+    failures = [code for code in codes if code != LLMStatusCode.LLM_SUCCESS]
+    return (failures[-1] if failures else LLMStatusCode.LLM_SUCCESS), codes
+
+
+def _shutdown_handler() -> None:
+    """Finalizes the live instance; run at exit."""
+    instance = LLMDataDist.llm_engine_instance
+    if instance is None:
+        return
+    try:
+        instance.finalize()
+    except LLMException:
+        LLMDataDist.llm_engine_instance = None
+
+
+atexit.register(_shutdown_handler)

@@ -1,0 +1,143 @@
+// Dialling: the hello from the side that links, on its caller's thread, and the lanes that this side opens for both.
+
+#include <unistd.h>
+
+#include "inner.hpp"
+#include "sentence.hpp"
+
+namespace kvferry {
+namespace {
+
+// How this side opens lanes of one link, for itself and for the peer.
+struct Dialler {
+  NodeInner* node;
+  hello::Token token;
+  std::string unix_name;  // "" : TCP
+  Endpoint endpoint;
+
+  Descriptor dial(bool small, bool reverse, std::vector<std::uint8_t>& first) const {
+    Descriptor descriptor;
+    try {
+      descriptor = unix_name.empty() ? start_dial_tcp(endpoint.host, endpoint.port) : dial_abstract(unix_name, Deadline{0});
+    } catch (const Error&) {  // no descriptor: whoever needs the lane tries again, and its deadline says when to stop
+    }
+    if (descriptor) tune_lane(descriptor.get());
+    hello::LaneHello lane{token, reverse, small};
+    first = hello::write(lane);
+    return descriptor;
+  }
+
+  std::unique_ptr<Lane> operator()(bool small) const {
+    auto lane = std::make_unique<Lane>();
+    lane->descriptor = dial(small, false, lane->preface);
+    lane->small = small;
+    return lane->descriptor ? std::move(lane) : nullptr;
+  }
+};
+
+// A lane on which the peer asks and this side serves. When it is lost while the link is up, the peer has reset it after
+// an operation that ended early: a new one is opened in its place.
+void open_for_peer(const Dialler& dialler, const std::shared_ptr<Link>& link, bool small) {
+  std::vector<std::uint8_t> first;
+  auto descriptor = dialler.dial(small, true, first);
+  if (!descriptor) return;
+  const std::weak_ptr<Link> weak = link;
+  auto lost = [dialler, weak, small] {
+    const auto alive = weak.lock();
+    if (alive && alive->alive()) open_for_peer(dialler, alive, small);
+  };
+  const auto lane = std::make_shared<ServerLane>(dialler.node->engine, link, std::move(descriptor), std::move(first), std::move(lost));
+  link->add_server_lane(lane);
+  lane->start();
+}
+
+Frame answer_of(int fd, const Deadline& deadline) {
+  auto frame = receive_frame(fd, wire::max_hello_bytes, deadline);
+  hello::throw_if_refused(frame);
+  return frame;
+}
+
+struct LocalStep {
+  Descriptor connection;
+  std::optional<PeerFacts> facts;
+  std::string why_not;
+};
+
+LocalStep do_local_step(NodeInner& node, const hello::Challenge& challenge, const Deadline& deadline) {
+  LocalStep step;
+  if (challenge.local_address.empty()) return step;
+  try {
+    auto connection = dial_abstract(challenge.local_address, deadline);
+    const auto credentials = peer_credentials(connection.get());
+    const bool same_user = credentials && credentials->uid == ::geteuid();
+    const int page = node.engine.guards.page_descriptor();
+    send_all(connection.get(), hello::write(node.local_facts(challenge.local_token), false), deadline,
+             same_user ? std::span<const int>(&page, 1) : std::span<const int>());
+    auto frame = answer_of(connection.get(), deadline);
+    if (frame.header.type != wire::Type::local_answer) throw wire::WireError("another frame than the hello asks for");
+    const auto said = hello::read_local(frame);
+    step.facts = hello::examine_local_peer(connection.get(), said, frame.descriptors, node.engine.options.transports);
+    step.connection = std::move(connection);
+  } catch (const Error& error) {
+    if (error.outcome().kind == Kind::deadline) throw;
+    step.why_not = error.what();
+  }
+  return step;
+}
+
+std::shared_ptr<Link> converse(NodeInner& node, Descriptor tcp, const Deadline& deadline) {
+  const auto& options = node.engine.options;
+  const auto endpoint = peer_endpoint(tcp.get());
+  tune_lane(tcp.get());
+  hello::Hello said;
+  said.node_id = options.node_id;
+  said.instance = node.instance;
+  said.boot_id = node.boot_id;
+  said.nonce = hello::random_nonce();
+  said.has_secret = !options.secret.empty();
+  send_all(tcp.get(), hello::write(said), deadline);
+  const auto challenge = hello::read_challenge(answer_of(tcp.get(), deadline));
+  if (challenge.has_secret != said.has_secret) throw Error(Kind::refused, "one of the two nodes has a secret, the other has none");
+  if (said.has_secret && !equal_in_constant_time(challenge.proof, hello::proof(options.secret, "kvferry listener", said, challenge)))
+    throw Error(Kind::refused, "the secrets of the two nodes differ");
+
+  auto step = do_local_step(node, challenge, deadline);
+  const auto credentials = step.facts ? step.facts->credentials : Credentials{};
+  if (const auto refusal = node.default_refusal(endpoint, step.facts.has_value(), credentials); !refusal.empty())
+    throw Error(Kind::refused, refusal + (step.why_not.empty() ? "" : " (" + step.why_not + ")"));
+  hello::Auth auth;
+  auth.local_done = step.facts.has_value();
+  if (said.has_secret) auth.proof = hello::proof(options.secret, "kvferry dialler", said, challenge);
+  send_all(tcp.get(), hello::write(auth), deadline);
+  const auto token = hello::read_welcome(answer_of(tcp.get(), deadline));
+
+  hello::Hello peer;
+  peer.node_id = challenge.node_id;
+  peer.instance = challenge.instance;
+  if (!challenge.local_address.empty()) peer.boot_id = node.boot_id;
+  auto facts = node.facts_of(peer, std::move(step.facts), endpoint);
+  // Lanes of a pair that may use nothing but sockets are real ones: TCP, as between hosts.
+  const bool unix_lanes = step.connection && (options.transports & ~static_cast<unsigned>(Transport::socket)) != 0;
+  const Dialler dialler{&node, token, unix_lanes ? challenge.local_address : "", endpoint};
+  auto link = node.new_link(std::move(facts), true, token, dialler);
+  node.bring_up(link, step.connection ? std::move(step.connection) : std::move(tcp), false);
+  for (unsigned i = 0; i < options.lanes; ++i) open_for_peer(dialler, link, i == 0);
+  return link;
+}
+
+}  // namespace
+
+std::shared_ptr<Link> dial_link(NodeInner& node, const std::string& host, std::uint16_t port, const Deadline& deadline) {
+  const auto where = host + ":" + std::to_string(port);
+  try {
+    return converse(node, dial_tcp(host, port, deadline), deadline);
+  } catch (const wire::WireError& error) {
+    throw Error({Kind::link_failed, where + " does not speak kvferry's protocol: " + error.what(), false, true}, where, "", "link");
+  } catch (const Error& error) {
+    auto outcome = error.outcome();
+    if (outcome.kind == Kind::peer_lost) outcome.kind = Kind::link_failed;
+    throw Error(std::move(outcome), where, "", "link");
+  }
+}
+
+}  // namespace kvferry

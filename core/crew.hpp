@@ -1,0 +1,57 @@
+// The copy threads: a fixed number per node for any number of links. They take turns at operations and help with pieces
+// of one-sided transfers. None of them waits on one peer while there is other work: an idle one may adopt the socket of
+// the operation it has just served, and lets go of it as soon as anything is queued.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "clock.hpp"
+#include "descriptor.hpp"
+
+namespace kvferry {
+
+class Operation;
+
+class Crew {
+ public:
+  Crew(unsigned threads, unsigned helpers);
+  ~Crew();
+  void start();
+  void stop();  // after the last operation has ended; joins
+
+  void submit(std::shared_ptr<Operation> operation);
+  // Asks up to `hands` copy threads to call operation->help(). Returns how many were asked.
+  unsigned ask_for_help(const std::shared_ptr<Operation>& operation, unsigned hands);
+  void submit_background(std::function<void()> task);  // when nothing else is to be done
+  unsigned threads() const noexcept { return threads_wanted_; }
+  unsigned helpers() const noexcept { return helpers_; }
+  // Waits for the descriptor, for other work, or for the deadline; true if the descriptor has something.
+  bool wait_while_idle(int fd, short events, const Deadline& until);
+  void abandon() noexcept;
+
+ private:
+  struct Task {
+    std::shared_ptr<Operation> operation;
+    bool help = false;
+  };
+  void run();
+
+  unsigned threads_wanted_, helpers_;
+  std::vector<std::thread> threads_;
+  std::mutex mutex_;
+  std::condition_variable work_;
+  std::deque<Task> tasks_;
+  std::deque<std::function<void()>> background_;
+  std::atomic<int> adopters_{0};
+  Descriptor event_;
+  bool stopping_ = false;
+};
+
+}  // namespace kvferry

@@ -1,0 +1,66 @@
+#include "engine.hpp"
+
+namespace kvferry {
+
+void EventLog::add(const char* level, std::string sentence) {
+  const std::lock_guard lock(mutex_);
+  if (lines_.size() == kept) lines_.pop_front();
+  lines_.emplace_back(level, std::move(sentence));
+  came_.notify_one();
+}
+
+std::optional<std::pair<std::string, std::string>> EventLog::take(std::int64_t timeout_ms) {
+  std::unique_lock lock(mutex_);
+  came_.wait_for(lock, std::chrono::milliseconds(timeout_ms), [this] { return closed_ || !lines_.empty(); });
+  if (lines_.empty()) return std::nullopt;
+  auto line = std::move(lines_.front());
+  lines_.pop_front();
+  return line;
+}
+
+void EventLog::close() {
+  const std::lock_guard lock(mutex_);
+  closed_ = true;
+  came_.notify_all();
+}
+
+namespace {
+constexpr std::uint32_t guard_slots = 64 << 10;
+}
+
+Engine::Engine(NodeOptions given, unsigned threads, unsigned helpers, std::function<std::int64_t(std::int64_t)> tick)
+    : options(std::move(given)),
+      guards(guard_slots),
+      registry(guards),
+      reactor(std::move(tick)),
+      crew(threads, helpers) {}
+
+namespace {
+
+void check_mapped(Cache& cache, bool writable, std::atomic<bool>& known) {
+  if (known.load(std::memory_order_acquire)) return;
+  if (cache.kind == host_kind && !cache.allocated) {
+    const auto bytes = cache.geometry.tensor_extent();
+    for (std::size_t i = 0; i < cache.geometry.tensors.size(); ++i) {
+      const auto mapped = range_mapped(cache.geometry.tensors[i].address, bytes, writable);
+      if (mapped.file_backed) cache.file_backed.store(true);
+      if (mapped.ok) continue;
+      char at[32];
+      std::snprintf(at, sizeof at, "0x%llx", static_cast<unsigned long long>(mapped.hole));
+      throw Error({Kind::invalid_argument,
+                   "tensor " + std::to_string(i) + " of " + cache.geometry.label() + " is not " +
+                       (writable ? "writable" : "readable") + " memory (at " + at +
+                       "): register memory that is mapped, and keep it so until it is unregistered",
+                   false, true},
+                  "", cache.geometry.label(), "");
+    }
+  }
+  known.store(true, std::memory_order_release);
+}
+
+}  // namespace
+
+void Engine::check_readable(Cache& cache) { check_mapped(cache, false, cache.readable); }
+void Engine::check_writable(Cache& cache) { check_mapped(cache, true, cache.writable); }
+
+}  // namespace kvferry

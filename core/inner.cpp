@@ -1,0 +1,252 @@
+#include "inner.hpp"
+
+#include <sys/epoll.h>
+#include <sys/prctl.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include "sentence.hpp"
+
+#ifndef PR_SET_PTRACER
+#define PR_SET_PTRACER 0x59616d61
+#endif
+
+namespace kvferry {
+namespace {
+
+unsigned wanted_threads(const NodeOptions& options) {
+  if (options.copy_threads != 0) return std::min(options.copy_threads, 64u);
+  const long cores = ::sysconf(_SC_NPROCESSORS_ONLN);
+  return static_cast<unsigned>(std::clamp(cores, 1L, 4L));
+}
+
+class PeerProcess : public Watcher {
+ public:
+  PeerProcess(NodeInner& node, std::weak_ptr<Link> link) : node_(node), link_(std::move(link)) {}
+  void ready(std::uint32_t) override {
+    if (const auto link = link_.lock())
+      node_.take_down(link, {Kind::peer_lost, "the process of " + link->label() + " has ended", false, true});
+  }
+
+ private:
+  NodeInner& node_;
+  std::weak_ptr<Link> link_;
+};
+
+}  // namespace
+
+NodeInner::NodeInner(NodeOptions options)
+    // One of the copy threads is the caller's own; asynchronous work needs at least one of ours.
+    : engine(options, std::max(1u, wanted_threads(options) - 1), wanted_threads(options) - 1, [this](std::int64_t now) { return tick(now); }) {
+  threads = std::max(1u, wanted_threads(options) - 1) + 1;
+  if (options.attach_any) ::prctl(PR_SET_PTRACER, -1UL, 0, 0, 0);
+  engine.registry.window_opened = [this] { engine.reactor.wake(); };
+}
+
+std::shared_ptr<Link> NodeInner::new_link(PeerFacts facts, bool outgoing, const hello::Token& token,
+                                          std::function<std::unique_ptr<Lane>(bool)> dial) {
+  std::uint64_t id;
+  {
+    const std::lock_guard lock(mutex_);
+    id = ++last_link_;
+  }
+  return std::make_shared<Link>(engine, id, std::move(facts), outgoing, token, std::move(dial));
+}
+
+void NodeInner::bring_up(const std::shared_ptr<Link>& link, Descriptor connection, bool replace_stale) {
+  const auto control = std::make_shared<Control>(*this, link, std::move(connection));
+  std::vector<std::shared_ptr<Link>> stale;
+  {
+    const std::lock_guard lock(mutex_);
+    for (const auto& [_, up] : links_)
+      if (replace_stale && !up.link->outgoing && up.link->peer.node_id == link->peer.node_id) stale.push_back(up.link);
+    Up up{link, control};
+    if (link->peer.pidfd)
+      up.pidfd_token = engine.reactor.watch(link->peer.pidfd.get(), EPOLLIN, std::make_shared<PeerProcess>(*this, link));
+    links_.emplace(link->id, std::move(up));
+  }
+  for (const auto& old : stale)
+    take_down(old, {Kind::peer_lost, "node " + std::to_string(old->peer.node_id) + " has linked anew: this link is the old one", false, true});
+  control->start();
+  const auto [map, cma] = link->reasons();
+  engine.log.add("info", "link to " + link->label() + " is up; map: " + (map.empty() ? "ok" : map) + "; cma: " + (cma.empty() ? "ok" : cma));
+}
+
+void NodeInner::take_down(const std::shared_ptr<Link>& link, Outcome reason) {
+  const auto sentence = reason.sentence;
+  const bool expected = reason.kind == Kind::not_linked || reason.kind == Kind::closed;
+  if (!link->take_down(std::move(reason))) return;
+  Up up;
+  {
+    const std::lock_guard lock(mutex_);
+    const auto it = links_.find(link->id);
+    if (it != links_.end()) {
+      up = std::move(it->second);
+      links_.erase(it);
+    }
+  }
+  if (up.pidfd_token != 0) engine.reactor.forget(up.pidfd_token, link->peer.pidfd.get());
+  if (up.control) up.control->close();
+  engine.log.add(expected ? "info" : "warning", "link to " + link->label() + " is down: " + sentence);
+}
+
+std::shared_ptr<Control> NodeInner::control_of(const Link& link) const {
+  const std::lock_guard lock(mutex_);
+  const auto it = links_.find(link.id);
+  return it == links_.end() ? nullptr : it->second.control;
+}
+
+std::shared_ptr<Link> NodeInner::link_by_token(const hello::Token& token) const {
+  const std::lock_guard lock(mutex_);
+  for (const auto& [_, up] : links_)
+    if (equal_in_constant_time(up.link->token, token)) return up.link;
+  return nullptr;
+}
+
+std::vector<std::shared_ptr<Link>> NodeInner::links() const {
+  const std::lock_guard lock(mutex_);
+  std::vector<std::shared_ptr<Link>> all;
+  for (const auto& [_, up] : links_) all.push_back(up.link);
+  return all;
+}
+
+std::int64_t NodeInner::tick(std::int64_t now) {
+  std::int64_t next = engine.registry.end_due_windows(now);
+  for (const auto& operation : engine.timers.due(now, next)) operation->schedule();
+
+  if (now >= next_heartbeat_ns_) {
+    next_heartbeat_ns_ = now + engine.options.heartbeat_ms * 1'000'000;
+    std::vector<Up> all;
+    {
+      const std::lock_guard lock(mutex_);
+      for (const auto& [_, up] : links_) all.push_back(up);
+    }
+    for (const auto& up : all) {
+      const auto silent_ms = (now - up.link->last_heard_ns.load()) / 1'000'000;
+      if (silent_ms > engine.options.heartbeat_timeout_ms)
+        take_down(up.link, {Kind::peer_lost, sentence("nothing was heard from ", up.link->label(), " for ", silent_ms, " ms"), false, true});
+      else
+        up.control->heartbeat();
+    }
+  }
+  std::erase_if(expected_, [&](const std::weak_ptr<Incoming>& weak) {
+    const auto connection = weak.lock();
+    if (!connection) return true;
+    if (!connection->overdue(now)) return false;
+    connection->drop();
+    return true;
+  });
+  if (!expected_.empty()) next = std::min(next, now + 250'000'000);
+  if (now >= listen_again_ns_) {
+    listen_again_ns_ = INT64_MAX;
+    const std::lock_guard lock(listen_mutex);
+    if (tcp_listener) engine.reactor.rearm(tcp_token, tcp_listener.get(), EPOLLIN);
+    if (unix_listener) engine.reactor.rearm(unix_token, unix_listener.get(), EPOLLIN);
+  }
+  return std::min({next, next_heartbeat_ns_, listen_again_ns_});
+}
+
+void NodeInner::expect_soon(std::weak_ptr<Incoming> connection) { expected_.push_back(std::move(connection)); }
+
+void NodeInner::pause_listeners() { listen_again_ns_ = now_ns() + 100'000'000; }
+
+PeerFacts NodeInner::facts_of(const hello::Hello& said, std::optional<PeerFacts> local, const Endpoint& endpoint) const {
+  PeerFacts facts = local ? std::move(*local) : PeerFacts{};
+  facts.node_id = said.node_id;
+  facts.instance = said.instance;
+  facts.endpoint = endpoint;
+  if (!local && said.boot_id == boot_id)
+    facts.map_reason = facts.cma_reason = "on this host, but its Unix socket is in another network namespace";
+  return facts;
+}
+
+hello::Local NodeInner::local_facts(const hello::Token& token) const {
+  hello::Local local;
+  local.token = token;
+  local.identity_address = engine.identity.address();
+  local.identity_value = engine.identity.value();
+  local.page_nonce[0] = engine.guards.page().nonce[0];
+  local.page_nonce[1] = engine.guards.page().nonce[1];
+  return local;
+}
+
+std::string NodeInner::default_refusal(const Endpoint& endpoint, bool local_done, const Credentials& credentials) const {
+  if (!engine.options.secret.empty() || !endpoint.loopback) return {};
+  if (!local_done)
+    return "without a shared secret a process of this host must show under which user it runs, and its Unix socket could not be reached: "
+           "configure the same secret on both nodes";
+  if (credentials.uid != ::geteuid())
+    return sentence("without a shared secret two processes of one host must run under one user, and these run under uid ", ::geteuid(),
+                    " and uid ", credentials.uid, ": configure the same secret on both nodes");
+  return {};
+}
+
+// ---- Control
+
+Control::Control(NodeInner& node, std::shared_ptr<Link> link, Descriptor descriptor)
+    : node_(node), link_(std::move(link)), descriptor_(std::move(descriptor)), in_(wire::max_control_bytes) {}
+
+void Control::start() { token_ = node_.engine.reactor.watch(descriptor_.get(), EPOLLIN, shared_from_this()); }
+
+void Control::close() noexcept {
+  {
+    const std::lock_guard lock(mutex_);
+    closed_ = true;
+    answered_.notify_all();
+  }
+  node_.engine.reactor.forget(token_, descriptor_.get());
+  ::shutdown(descriptor_.get(), SHUT_RDWR);
+}
+
+void Control::send(std::vector<std::uint8_t> frame) {
+  const std::lock_guard lock(mutex_);
+  if (closed_) return;
+  constexpr std::size_t most_waiting = 4096;  // a peer that reads nothing for that long is lost by its silence soon
+  if (out_.size() + frame.size() > most_waiting) return;
+  out_.insert(out_.end(), frame.begin(), frame.end());
+  const long n = send_some(descriptor_.get(), out_);
+  if (n > 0) out_.erase(out_.begin(), out_.begin() + n);
+}
+
+void Control::heartbeat() { send(wire::Writer(wire::Type::heartbeat, 0).take()); }
+
+bool Control::ask_to_unlink(const Deadline& deadline) {
+  send(wire::Writer(wire::Type::unlink, 0).take());
+  std::unique_lock lock(mutex_);
+  answered_.wait_for(lock, std::chrono::milliseconds(deadline.left_ms()), [this] { return unlinked_ || closed_; });
+  return unlinked_;
+}
+
+void Control::ready(std::uint32_t) {
+  try {
+    Frame frame;
+    for (;;) {
+      switch (in_.read(descriptor_.get(), frame)) {
+        case FrameBuffer::State::would_block:
+          node_.engine.reactor.rearm(token_, descriptor_.get(), EPOLLIN);
+          return;
+        case FrameBuffer::State::lost:
+          node_.take_down(link_, {Kind::peer_lost, link_->label() + " closed the connection", false, true});
+          return;
+        case FrameBuffer::State::frame: break;
+      }
+      link_->last_heard_ns.store(now_ns(), std::memory_order_relaxed);
+      if (frame.header.type == wire::Type::unlink) {
+        send(wire::Writer(wire::Type::unlinked, 0).take());
+        node_.take_down(link_, {Kind::not_linked, link_->label() + " has unlinked", false, true});
+        return;
+      }
+      if (frame.header.type == wire::Type::unlinked) {
+        const std::lock_guard lock(mutex_);
+        unlinked_ = true;
+        answered_.notify_all();
+      } else if (frame.header.type != wire::Type::heartbeat) {
+        throw wire::WireError("an unknown frame on the control connection");
+      }
+    }
+  } catch (const wire::WireError& error) {
+    node_.take_down(link_, {Kind::peer_lost, link_->label() + " sent something that is not kvferry's protocol: " + error.what(), false, true});
+  }
+}
+
+}  // namespace kvferry

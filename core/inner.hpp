@@ -1,0 +1,132 @@
+// The inside of a node: engine, listeners, links, and the connections that are not links yet. Shared by the files that
+// accept, dial and keep links; nobody else includes it.
+#pragma once
+
+#include <unordered_map>
+
+#include "hello.hpp"
+#include "node.hpp"
+#include "serve.hpp"
+
+namespace kvferry {
+
+class Control;
+class Incoming;
+
+// A hello that has got as far as its challenge, waiting for the local step or the proof.
+struct Pending {
+  hello::Hello hello;
+  hello::Challenge challenge;
+  Endpoint endpoint;
+  std::optional<PeerFacts> local;  // set by the local step
+  Descriptor local_connection;
+};
+
+class NodeInner : public std::enable_shared_from_this<NodeInner> {
+ public:
+  explicit NodeInner(NodeOptions options);
+
+  struct Up {
+    std::shared_ptr<Link> link;
+    std::shared_ptr<Control> control;
+    Reactor::Token pidfd_token = 0;
+  };
+
+  std::shared_ptr<Link> new_link(PeerFacts facts, bool outgoing, const hello::Token& token,
+                                 std::function<std::unique_ptr<Lane>(bool)> dial);
+  // Makes it live: heartbeats, the watch on the peer's process, a line in the log. Replaces stale links from that node id.
+  void bring_up(const std::shared_ptr<Link>& link, Descriptor control, bool replace_stale);
+  void take_down(const std::shared_ptr<Link>& link, Outcome reason);  // from any thread; does not wait
+  std::shared_ptr<Control> control_of(const Link& link) const;
+  std::shared_ptr<Link> link_by_token(const hello::Token& token) const;
+  std::vector<std::shared_ptr<Link>> links() const;
+  std::int64_t tick(std::int64_t now);
+  PeerFacts facts_of(const hello::Hello& hello, std::optional<PeerFacts> local, const Endpoint& endpoint) const;
+  hello::Local local_facts(const hello::Token& token) const;
+  std::string default_refusal(const Endpoint& endpoint, bool local_done, const Credentials& credentials) const;  // "" if allowed
+
+  Engine engine;
+  const hello::Token instance = hello::random_token();
+  const hello::Token boot_id = hello::boot_id();
+  std::atomic<bool> closed{false};
+  unsigned threads = 0, helpers = 0;
+
+  std::mutex listen_mutex;
+  Descriptor tcp_listener, unix_listener;
+  Reactor::Token tcp_token = 0, unix_token = 0;
+  std::string unix_name;
+  std::mutex pending_mutex;
+  std::map<hello::Token, std::shared_ptr<Pending>> pending;  // by local token
+  std::atomic<int> incoming{0};
+  void expect_soon(std::weak_ptr<Incoming> connection);  // control thread: dropped if it says nothing in time
+  void pause_listeners();                                // control thread: out of descriptors, try again before long
+
+ private:
+  mutable std::mutex mutex_;
+  std::map<std::uint64_t, Up> links_;
+  std::uint64_t last_link_ = 0;
+  std::int64_t next_heartbeat_ns_ = 0;
+  std::vector<std::weak_ptr<Incoming>> expected_;  // control thread
+  std::int64_t listen_again_ns_ = INT64_MAX;       // control thread
+};
+
+// The control connection of a link: heartbeats and the unlinking.
+class Control : public Watcher, public std::enable_shared_from_this<Control> {
+ public:
+  Control(NodeInner& node, std::shared_ptr<Link> link, Descriptor descriptor);
+  void start();
+  void close() noexcept;
+  void ready(std::uint32_t events) override;
+  void heartbeat();
+  bool ask_to_unlink(const Deadline& deadline);  // true: the peer has dropped its side
+ private:
+  void send(std::vector<std::uint8_t> frame);
+
+  NodeInner& node_;
+  const std::shared_ptr<Link> link_;
+  Descriptor descriptor_;
+  Reactor::Token token_ = 0;
+  FrameBuffer in_;
+  std::mutex mutex_;
+  std::condition_variable answered_;
+  std::vector<std::uint8_t> out_;
+  bool unlinked_ = false, closed_ = false;
+};
+
+// A connection that a peer has opened and that has not said yet what it is for.
+class Incoming : public Watcher, public std::enable_shared_from_this<Incoming> {
+ public:
+  Incoming(NodeInner& node, Descriptor descriptor, bool unix_socket);
+  ~Incoming() override;
+  void start();
+  void ready(std::uint32_t events) override;
+  bool overdue(std::int64_t now) const noexcept { return deadline_.at_ns <= now; }
+  void drop() noexcept;
+
+ private:
+  bool handle(Frame& frame);  // false: done with it here
+  bool on_hello(const Frame& frame);
+  bool on_auth(const Frame& frame);
+  bool on_local(Frame& frame);
+  bool on_lane(const Frame& frame);
+  void refuse(const Outcome& outcome);
+  void reply(const std::vector<std::uint8_t>& frame, int attached = -1);
+
+  NodeInner& node_;
+  Descriptor descriptor_;
+  const bool unix_;
+  Reactor::Token token_ = 0;
+  FrameBuffer in_{wire::max_hello_bytes};
+  const Deadline deadline_;
+  std::shared_ptr<Pending> pending_;
+  bool gone_ = false;
+};
+
+inline constexpr std::int64_t hello_timeout_ms = 5000;
+inline constexpr int most_incoming = 512;
+
+void start_listening(NodeInner& node, const std::string& host, std::uint16_t port);
+void stop_listening(NodeInner& node);
+std::shared_ptr<Link> dial_link(NodeInner& node, const std::string& host, std::uint16_t port, const Deadline& deadline);
+
+}  // namespace kvferry

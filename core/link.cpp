@@ -1,0 +1,388 @@
+#include "link.hpp"
+
+#include <fcntl.h>
+#include <poll.h>
+#include <sys/mman.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+
+#include "serve.hpp"
+
+#ifndef MADV_POPULATE_READ
+#define MADV_POPULATE_READ 22
+#endif
+
+namespace kvferry {
+
+// ---- LanePool
+
+void LanePool::add(std::unique_ptr<Lane> lane) {
+  std::vector<std::shared_ptr<Operation>> to_schedule;
+  {
+    const std::lock_guard lock(mutex_);
+    if (closed_) return;
+    open_.insert(lane->descriptor.get());
+    if (lane->small) small_open_ = true;
+    hand_out(std::move(lane), to_schedule);
+  }
+  for (auto& operation : to_schedule) operation->schedule();
+}
+
+// Precondition: locked. To the first waiter it fits, else idle.
+void LanePool::hand_out(std::unique_ptr<Lane> lane, std::vector<std::shared_ptr<Operation>>& to_schedule) {
+  for (auto it = waiters_.begin(); it != waiters_.end(); ++it) {
+    if (!fits(*lane, it->small)) continue;
+    it->operation->granted_ = std::move(lane);
+    to_schedule.push_back(std::move(it->operation));
+    waiters_.erase(it);
+    return;
+  }
+  idle_.push_back(std::move(lane));
+}
+
+std::unique_ptr<Lane> LanePool::take(bool small, Operation& operation) {
+  std::unique_lock lock(mutex_);
+  if (operation.granted_) return std::move(operation.granted_);
+  if (closed_) return nullptr;  // the operation sees that the link is down
+  if (open_.size() < lanes_) open_missing(lock);
+  auto best = idle_.end();
+  for (auto it = idle_.begin(); it != idle_.end(); ++it) {
+    if (!fits(**it, small)) continue;
+    best = it;
+    if ((*it)->small == small) break;
+  }
+  if (best != idle_.end()) {
+    auto lane = std::move(*best);
+    idle_.erase(best);
+    return lane;
+  }
+  for (const auto& waiter : waiters_)
+    if (waiter.operation.get() == &operation) return nullptr;
+  waiters_.push_back({operation.shared_from_this(), small});
+  return nullptr;
+}
+
+void LanePool::open_missing(std::unique_lock<std::mutex>&) {
+  while (dial_ && open_.size() < lanes_) {
+    auto lane = dial_(!small_open_);
+    if (!lane) return;  // the next operation tries again
+    open_.insert(lane->descriptor.get());
+    small_open_ |= lane->small;
+    idle_.push_back(std::move(lane));
+  }
+}
+
+void LanePool::give(std::unique_ptr<Lane> lane) {
+  std::vector<std::shared_ptr<Operation>> to_schedule;
+  {
+    const std::lock_guard lock(mutex_);
+    if (closed_) {
+      open_.erase(lane->descriptor.get());
+      return;
+    }
+    hand_out(std::move(lane), to_schedule);
+  }
+  for (auto& operation : to_schedule) operation->schedule();
+}
+
+void LanePool::lost(std::unique_ptr<Lane> lane) {
+  resets_.fetch_add(1, std::memory_order_relaxed);
+  std::vector<std::shared_ptr<Operation>> to_schedule;
+  {
+    std::unique_lock lock(mutex_);
+    open_.erase(lane->descriptor.get());
+    if (lane->small) small_open_ = false;
+    lane.reset();
+    if (closed_) return;
+    open_missing(lock);
+    auto idle = std::move(idle_);
+    idle_.clear();
+    for (auto& one : idle) hand_out(std::move(one), to_schedule);
+  }
+  for (auto& operation : to_schedule) operation->schedule();
+}
+
+void LanePool::leave(Operation& operation) {
+  std::unique_ptr<Lane> granted;
+  {
+    const std::lock_guard lock(mutex_);
+    std::erase_if(waiters_, [&](const Waiter& waiter) { return waiter.operation.get() == &operation; });
+    granted = std::move(operation.granted_);
+  }
+  if (granted) give(std::move(granted));
+}
+
+void LanePool::close() {
+  std::deque<Waiter> waiters;
+  {
+    const std::lock_guard lock(mutex_);
+    if (closed_) return;
+    closed_ = true;
+    for (const int fd : open_) ::shutdown(fd, SHUT_RDWR);  // whoever waits on one wakes up
+    for (const auto& lane : idle_) open_.erase(lane->descriptor.get());
+    idle_.clear();
+    waiters.swap(waiters_);
+  }
+  for (auto& waiter : waiters) waiter.operation->schedule();
+}
+
+unsigned LanePool::open_lanes() const {
+  const std::lock_guard lock(mutex_);
+  return static_cast<unsigned>(open_.size());
+}
+
+// ---- PeerSegment
+
+PeerSegment::PeerSegment(Descriptor fd) : fd_(std::move(fd)) {
+  struct stat st{};
+  const int seals = ::fcntl(fd_.get(), F_GET_SEALS);
+  if (::fstat(fd_.get(), &st) != 0 || st.st_size <= 0 || seals < 0 || (seals & F_SEAL_SHRINK) == 0)
+    throw Error(Kind::refused, "the peer offered a segment that is not a sealed memfd");
+  bytes_ = static_cast<std::size_t>(st.st_size);
+  void* data = ::mmap(nullptr, bytes_, PROT_READ, MAP_SHARED, fd_.get(), 0);
+  if (data == MAP_FAILED)
+    throw Error(Kind::out_of_memory, std::string("a segment of the peer cannot be mapped: ") + std::strerror(errno));
+  data_ = static_cast<const std::byte*>(data);
+  present_ = std::make_unique<std::atomic<std::uint8_t>[]>((bytes_ >> chunk_shift) + 1);
+}
+
+PeerSegment::~PeerSegment() { ::munmap(const_cast<std::byte*>(data_), bytes_); }
+
+bool PeerSegment::chunk_present(std::uint64_t chunk) {
+  auto& known = present_[chunk];
+  if (known.load(std::memory_order_relaxed) != 0) return true;
+  const auto begin = chunk << chunk_shift;
+  const auto end = std::min<std::uint64_t>(bytes_, begin + (std::uint64_t{1} << chunk_shift));
+  const off_t hole = ::lseek(fd_.get(), static_cast<off_t>(begin), SEEK_HOLE);
+  if (hole < 0 || static_cast<std::uint64_t>(hole) < end) return false;
+  known.store(1, std::memory_order_relaxed);  // pages of a live segment never go away again
+  return true;
+}
+
+bool PeerSegment::present(std::uint64_t offset, std::uint64_t bytes) {
+  for (auto chunk = offset >> chunk_shift; chunk <= (offset + bytes - 1) >> chunk_shift; ++chunk)
+    if (!chunk_present(chunk)) return false;
+  return true;
+}
+
+bool PeerSegment::read_into(void* to, std::uint64_t offset, std::uint64_t bytes) {
+  auto* out = static_cast<std::byte*>(to);
+  while (bytes > 0) {
+    const ssize_t n = ::pread(fd_.get(), out, bytes, static_cast<off_t>(offset));
+    if (n < 0 && errno == EINTR) continue;
+    if (n <= 0) return false;
+    out += n;
+    offset += static_cast<std::uint64_t>(n);
+    bytes -= static_cast<std::uint64_t>(n);
+  }
+  return true;
+}
+
+bool PeerSegment::copy(void* to, std::uint64_t offset, std::uint64_t bytes, bool stream) {
+  if (offset > bytes_ || bytes > bytes_ - offset) return false;
+  if (bytes == 0) return true;
+  if (!present(offset, bytes)) return read_into(to, offset, bytes);
+  copy_bytes(to, data_ + offset, bytes, stream);
+  return true;
+}
+
+bool PeerSegment::populate_some(std::uint64_t& from) {
+  constexpr std::uint64_t stretch = 8 << 20;
+  if (from >= bytes_) return false;
+  const off_t data = ::lseek(fd_.get(), static_cast<off_t>(from), SEEK_DATA);
+  if (data < 0) return false;  // holes up to the end
+  const off_t hole = ::lseek(fd_.get(), data, SEEK_HOLE);
+  if (hole < 0) return false;
+  const auto begin = static_cast<std::uint64_t>(data);
+  const auto end = std::min({static_cast<std::uint64_t>(hole), begin + stretch, static_cast<std::uint64_t>(bytes_)});
+  ::madvise(const_cast<std::byte*>(data_) + begin, end - begin, MADV_POPULATE_READ);  // best effort: a fault does it too
+  from = end;
+  return end < bytes_;
+}
+
+// ---- Link
+
+std::size_t TargetHash::operator()(const Target& target) const noexcept {
+  std::size_t h = std::hash<std::string>{}(target.name);
+  h = h * 0x9E3779B97F4A7C15ULL + target.id;
+  h = h * 0x9E3779B97F4A7C15ULL + target.model;
+  return h * 0x9E3779B97F4A7C15ULL + static_cast<std::size_t>(target.by);
+}
+
+Link::Link(Engine& engine, std::uint64_t link_id, PeerFacts facts, bool is_outgoing, std::array<std::uint8_t, 16> link_token,
+           std::function<std::unique_ptr<Lane>(bool)> dial)
+    : id(link_id),
+      peer(std::move(facts)),
+      outgoing(is_outgoing),
+      token(link_token),
+      lanes(engine.options.lanes, std::move(dial)),
+      last_heard_ns(now_ns()),
+      engine_(engine),
+      map_ok_(peer.map_ok),
+      cma_ok_(peer.cma_ok) {}
+
+std::string Link::label() const { return "node " + std::to_string(peer.node_id) + " at " + peer.endpoint.text(); }
+
+Outcome Link::death() const {
+  const std::lock_guard lock(mutex_);
+  return death_;
+}
+
+bool Link::peer_process_ended() const noexcept {
+  if (!peer.pidfd) return false;
+  pollfd p{peer.pidfd.get(), POLLIN, 0};
+  return ::poll(&p, 1, 0) > 0;
+}
+
+unsigned Link::transports(unsigned wanted) const noexcept {
+  unsigned usable = static_cast<unsigned>(Transport::socket);
+  if (map_ok_.load(std::memory_order_relaxed)) usable |= static_cast<unsigned>(Transport::map);
+  if (cma_ok_.load(std::memory_order_relaxed)) usable |= static_cast<unsigned>(Transport::cma);
+  return usable & wanted & engine_.options.transports;
+}
+
+void Link::give_up_cma(std::string reason) {
+  {
+    const std::lock_guard lock(mutex_);
+    if (!cma_ok_.exchange(false)) return;
+    peer.cma_reason = reason;
+  }
+  engine_.log.add("warning", "link to " + label() + " goes on without cma: " + reason);
+}
+
+void Link::give_up_map(std::string reason) {
+  {
+    const std::lock_guard lock(mutex_);
+    if (!map_ok_.exchange(false)) return;
+    peer.map_reason = reason;
+  }
+  engine_.log.add("warning", "link to " + label() + " goes on without map: " + reason);
+}
+
+std::pair<std::string, std::string> Link::reasons() const {
+  const std::lock_guard lock(mutex_);
+  return {map_ok_ ? "" : peer.map_reason, cma_ok_ ? "" : peer.cma_reason};
+}
+
+std::shared_ptr<PeerSegment> Link::segment(std::uint32_t segment_id) const {
+  const std::lock_guard lock(mutex_);
+  const auto it = segments_.find(segment_id);
+  return it == segments_.end() ? nullptr : it->second;
+}
+
+std::shared_ptr<PeerSegment> Link::add_segment(std::uint32_t segment_id, Descriptor fd) {
+  if (auto known = segment(segment_id)) return known;
+  auto made = std::make_shared<PeerSegment>(std::move(fd));
+  {
+    const std::lock_guard lock(mutex_);
+    const auto [it, fresh] = segments_.emplace(segment_id, made);
+    if (!fresh) return it->second;
+  }
+  // Its mapping is populated in the background, a stretch at a time so that other work goes first.
+  struct Populate {
+    Engine& engine;
+    std::weak_ptr<PeerSegment> segment;
+    std::uint64_t from = 0;
+    void operator()() {
+      const auto alive = segment.lock();
+      if (alive && alive->populate_some(from)) engine.crew.submit_background(*this);
+    }
+  };
+  engine_.crew.submit_background(Populate{engine_, made});
+  return made;
+}
+
+bool Link::announce(std::uint32_t segment_id) {
+  const std::lock_guard lock(mutex_);
+  return announced_.insert(segment_id).second;
+}
+
+void Link::forget_announcement(std::uint32_t segment_id) {
+  const std::lock_guard lock(mutex_);
+  announced_.erase(segment_id);
+}
+
+std::shared_ptr<const Source> Link::kept(const Target& target) {
+  const std::lock_guard lock(mutex_);
+  const auto it = kept_.find(target);
+  if (it == kept_.end()) return nullptr;
+  if (!stands(*it->second)) {
+    kept_.erase(it);
+    return nullptr;
+  }
+  return it->second;
+}
+
+void Link::keep(const Target& target, std::shared_ptr<const Source> source) {
+  constexpr std::size_t most = 4096;
+  const std::lock_guard lock(mutex_);
+  if (kept_.size() >= most) kept_.clear();
+  kept_[target] = std::move(source);
+}
+
+bool Link::stands(const Source& source) const noexcept {
+  if (!peer.page) return false;
+  for (const auto& guard : source.guards)
+    if (!peer.page->alive(guard)) return false;
+  return !source.by_epoch || peer.page->epoch() == source.epoch;
+}
+
+void Link::begin(const std::shared_ptr<Operation>& operation) {
+  const std::lock_guard lock(mutex_);
+  if (!alive_.load()) throw Error(death_);
+  operations_.emplace(operation.get(), operation);
+}
+
+void Link::end(Operation& operation) noexcept {
+  const std::lock_guard lock(mutex_);
+  operations_.erase(&operation);
+  if (operations_.empty()) quiet_.notify_all();
+}
+
+void Link::add_server_lane(const std::shared_ptr<ServerLane>& lane) {
+  {
+    const std::lock_guard lock(mutex_);
+    std::erase_if(server_lanes_, [](const auto& one) { return one.expired(); });
+    if (alive_.load()) {
+      server_lanes_.push_back(lane);
+      return;
+    }
+  }
+  lane->close();
+}
+
+bool Link::take_down(Outcome reason) {
+  std::vector<std::shared_ptr<Operation>> operations;
+  std::vector<std::weak_ptr<ServerLane>> server_lanes;
+  {
+    const std::lock_guard lock(mutex_);
+    if (!alive_.load()) return false;
+    death_ = std::move(reason);
+    alive_.store(false, std::memory_order_release);
+    for (auto& [_, weak] : operations_)
+      if (auto operation = weak.lock()) operations.push_back(std::move(operation));
+    server_lanes.swap(server_lanes_);
+    kept_.clear();
+  }
+  lanes.close();
+  for (auto& weak : server_lanes)
+    if (const auto lane = weak.lock()) lane->close();
+  for (auto& operation : operations) operation->schedule();
+  return true;
+}
+
+bool Link::wait_until_quiet(const Deadline& until) {
+  std::unique_lock lock(mutex_);
+  return quiet_.wait_for(lock, std::chrono::milliseconds(until.left_ms()), [this] { return operations_.empty(); });
+}
+
+std::size_t Link::operations() const {
+  const std::lock_guard lock(mutex_);
+  return operations_.size();
+}
+
+}  // namespace kvferry

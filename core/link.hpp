@@ -1,0 +1,178 @@
+// A link: a live peer, what was learned about it in the hello, its lanes, its mapped segments and kept resolutions.
+//
+// Life: up (alive) -> down, once, for one reason. Going down shuts its sockets and pokes its operations; each of them
+// ends after the piece in hand. Knows no frames but its own LANE; the node drives hello, heartbeats and death.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <condition_variable>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <unordered_map>
+#include <unordered_set>
+#include <vector>
+
+#include "engine.hpp"
+#include "socket.hpp"
+
+namespace kvferry {
+
+// One connection on which this side is the client: it asks, the peer answers, one operation at a time.
+struct Lane {
+  Descriptor descriptor;
+  bool small = false;                  // for small operations
+  std::vector<std::uint8_t> preface;   // of a lane just dialled: goes first
+};
+
+class LanePool {
+ public:
+  // `dial` opens a new lane, or returns nullptr (the side that did not connect: it waits for the peer to open one).
+  LanePool(unsigned lanes, std::function<std::unique_ptr<Lane>(bool small)> dial) : lanes_(lanes), dial_(std::move(dial)) {}
+
+  void add(std::unique_ptr<Lane> lane);
+  std::unique_ptr<Lane> take(bool small, Operation& operation);  // nullptr: it was put in the queue, schedule() follows
+  void give(std::unique_ptr<Lane> lane);
+  void lost(std::unique_ptr<Lane> lane);  // broken: closed, and opened anew
+  void leave(Operation& operation);       // out of the queue; a lane granted meanwhile goes on to the next
+  void close();
+  unsigned open_lanes() const;
+  std::uint64_t resets() const noexcept { return resets_.load(); }
+
+ private:
+  struct Waiter {
+    std::shared_ptr<Operation> operation;
+    bool small;
+  };
+  bool fits(const Lane& lane, bool small) const noexcept { return lanes_ == 1 || small || !lane.small; }
+  void hand_out(std::unique_ptr<Lane> lane, std::vector<std::shared_ptr<Operation>>& to_schedule);
+  void open_missing(std::unique_lock<std::mutex>& lock);
+
+  mutable std::mutex mutex_;
+  const unsigned lanes_;
+  std::function<std::unique_ptr<Lane>(bool)> dial_;
+  std::vector<std::unique_ptr<Lane>> idle_;
+  std::unordered_set<int> open_;  // descriptors of all lanes, idle or in use
+  bool small_open_ = false;
+  std::deque<Waiter> waiters_;
+  bool closed_ = false;
+  std::atomic<std::uint64_t> resets_{0};
+};
+
+// A segment of the peer's memory, mapped read-only. Pages that the owner never touched are read with pread, which does
+// not allocate them in the owner's memory; whatever has been found present is copied straight from the mapping.
+class PeerSegment {
+ public:
+  PeerSegment(Descriptor fd);  // throws Error(refused) if it is not sealed against shrinking
+  ~PeerSegment();
+  PeerSegment(const PeerSegment&) = delete;
+  PeerSegment& operator=(const PeerSegment&) = delete;
+  std::size_t bytes() const noexcept { return bytes_; }
+  const std::byte* data() const noexcept { return data_; }
+  bool present(std::uint64_t offset, std::uint64_t bytes);  // and notes it
+  bool copy(void* to, std::uint64_t offset, std::uint64_t bytes, bool stream);  // false: outside the segment
+  bool read_into(void* to, std::uint64_t offset, std::uint64_t bytes);          // by pread
+  bool populate_some(std::uint64_t& from);  // maps the present pages of one stretch; false: at the end
+
+ private:
+  static constexpr unsigned chunk_shift = 18;  // 256 KiB: what is asked about at a time
+  bool chunk_present(std::uint64_t chunk);
+  Descriptor fd_;
+  const std::byte* data_ = nullptr;
+  std::size_t bytes_ = 0;
+  std::unique_ptr<std::atomic<std::uint8_t>[]> present_;  // per chunk
+};
+
+// A target at the peer, resolved: everything a one-sided copy needs. Immutable.
+struct Source {
+  Geometry geometry;
+  std::vector<Guard> guards;
+  std::uint64_t epoch = 0;
+  bool by_epoch = false;   // named by name or key: good only while the peer's table epoch stands
+  std::int64_t key_row = -1;
+  bool consume = false;
+  bool file_backed = false;
+  bool windowed = false;
+  std::vector<UnitRun> window;
+  std::vector<std::shared_ptr<PeerSegment>> segments;  // per tensor, when mapped
+};
+
+struct TargetHash {
+  std::size_t operator()(const Target& target) const noexcept;
+};
+
+struct PeerFacts {  // what the hello taught
+  std::uint64_t node_id = 0;
+  std::array<std::uint8_t, 16> instance{};
+  Endpoint endpoint;          // of the TCP connection
+  bool same_host = false;     // the local step was done
+  Credentials credentials;    // as the kernel sees them
+  Descriptor pidfd;
+  std::unique_ptr<PeerPage> page;
+  std::uint64_t identity_address = 0, identity_value = 0;
+  bool map_ok = false, cma_ok = false;
+  std::string map_reason = "not on this host", cma_reason = "not on this host";
+};
+
+class ServerLane;
+
+class Link : public std::enable_shared_from_this<Link> {
+ public:
+  Link(Engine& engine, std::uint64_t id, PeerFacts facts, bool outgoing, std::array<std::uint8_t, 16> token,
+       std::function<std::unique_ptr<Lane>(bool small)> dial);
+
+  const std::uint64_t id;
+  PeerFacts peer;
+  const bool outgoing;
+  const std::array<std::uint8_t, 16> token;  // who shows it may open lanes
+  LanePool lanes;
+
+  std::string label() const;  // "node 7 at 127.0.0.1:7000"
+  bool alive() const noexcept { return alive_.load(std::memory_order_acquire); }
+  Outcome death() const;      // why it went down
+  bool peer_process_ended() const noexcept;
+
+  // Transports that may be used at all, out of `wanted`; map and cma only where the local step allows them.
+  unsigned transports(unsigned wanted) const noexcept;
+  void give_up_cma(std::string reason);
+  void give_up_map(std::string reason);
+  std::pair<std::string, std::string> reasons() const;  // map, cma; "" where ok
+
+  std::shared_ptr<PeerSegment> segment(std::uint32_t id) const;
+  std::shared_ptr<PeerSegment> add_segment(std::uint32_t id, Descriptor fd);
+
+  bool announce(std::uint32_t segment_id);  // true: this call is the first for it
+  void forget_announcement(std::uint32_t segment_id);
+
+  std::shared_ptr<const Source> kept(const Target& target);  // nullptr: resolve anew
+  void keep(const Target& target, std::shared_ptr<const Source> source);
+  bool stands(const Source& source) const noexcept;  // its guards, and its epoch if that matters
+
+  void begin(const std::shared_ptr<Operation>& operation);  // throws Error if down
+  void end(Operation& operation) noexcept;
+  void add_server_lane(const std::shared_ptr<ServerLane>& lane);
+  bool take_down(Outcome reason);  // true: this call did it. Shuts, pokes; does not wait
+  bool wait_until_quiet(const Deadline& until);  // no operation in flight
+  std::size_t operations() const;
+
+  std::atomic<std::uint64_t> pulls{0}, pushes{0}, bytes_pulled{0}, bytes_pushed{0}, failures{0};
+  std::atomic<std::int64_t> last_heard_ns{0};
+
+ private:
+  Engine& engine_;
+  mutable std::mutex mutex_;
+  std::atomic<bool> alive_{true};
+  std::atomic<bool> map_ok_, cma_ok_;
+  Outcome death_;
+  std::unordered_map<std::uint32_t, std::shared_ptr<PeerSegment>> segments_;
+  std::unordered_set<std::uint32_t> announced_;
+  std::unordered_map<Target, std::shared_ptr<const Source>, TargetHash> kept_;
+  std::unordered_map<Operation*, std::weak_ptr<Operation>> operations_;
+  std::vector<std::weak_ptr<ServerLane>> server_lanes_;
+  std::condition_variable quiet_;
+};
+
+}  // namespace kvferry

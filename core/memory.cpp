@@ -1,0 +1,347 @@
+#include "memory.hpp"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/random.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <charconv>
+#include <cstring>
+#include <string_view>
+#include <utility>
+
+#include "error.hpp"
+#include "sentence.hpp"
+
+#ifndef MFD_NOEXEC_SEAL
+#define MFD_NOEXEC_SEAL 0x0008U
+#endif
+#ifndef F_SEAL_FUTURE_WRITE
+#define F_SEAL_FUTURE_WRITE 0x0010
+#endif
+
+namespace kvferry {
+namespace {
+
+std::size_t machine_page() noexcept {
+  static const auto bytes = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
+  return bytes;
+}
+
+std::size_t round_up(std::size_t bytes, std::size_t to) {  // `to` is a power of two
+  std::size_t out = 0;
+  if (__builtin_add_overflow(bytes, to - 1, &out)) {
+    throw Error(Kind::out_of_memory, sentence(bytes, " bytes are more than can be addressed"));
+  }
+  return out & ~(to - 1);
+}
+
+std::string why(int error) { return sentence(std::strerror(error), " (errno ", error, ")"); }
+
+int create_memfd(const char* name) noexcept {
+  constexpr unsigned flags = MFD_CLOEXEC | MFD_ALLOW_SEALING;
+  const int fd = memfd_create(name, flags | MFD_NOEXEC_SEAL);
+  if (fd >= 0 || errno != EINVAL) return fd;
+  return memfd_create(name, flags);  // kernels before 6.3
+}
+
+}  // namespace
+
+// --- sealed memory ---------------------------------------------------------------------------------------------------
+
+SealedMapping map_sealed(const char* name, std::size_t bytes) {
+  SealedMapping out;
+  out.bytes = round_up(std::max<std::size_t>(bytes, 1), machine_page());
+  const auto fail = [&](const char* step) {
+    const int error = errno;
+    if (out.data != nullptr) munmap(out.data, out.bytes);
+    if (out.fd >= 0) close(out.fd);
+    throw Error(Kind::out_of_memory, sentence("shared memory of ", out.bytes, " bytes: ", step, ": ", why(error)));
+  };
+  out.fd = create_memfd(name);
+  if (out.fd < 0) fail("memfd_create");
+  if (ftruncate(out.fd, static_cast<off_t>(out.bytes)) != 0) fail("ftruncate");
+  void* data = mmap(nullptr, out.bytes, PROT_READ | PROT_WRITE, MAP_SHARED, out.fd, 0);
+  if (data == MAP_FAILED) fail("mmap");
+  out.data = static_cast<std::byte*>(data);
+  // From here on no descriptor of it, however it travels, gives a writable mapping: FUTURE_WRITE spares the one above.
+  constexpr int seals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_FUTURE_WRITE | F_SEAL_SEAL;
+  if (fcntl(out.fd, F_ADD_SEALS, seals) != 0) fail("sealing");
+  return out;
+}
+
+Segment::Segment(std::uint32_t id, std::size_t bytes) : id_(id) {
+  const SealedMapping mapping = map_sealed("kvferry-segment", bytes);
+  fd_ = mapping.fd;
+  data_ = mapping.data;
+  bytes_ = mapping.bytes;
+}
+
+Segment::~Segment() {
+  if (data_ != nullptr) munmap(data_, bytes_);
+  if (fd_ >= 0) close(fd_);
+}
+
+void Segment::close_descriptor_in_child() noexcept {
+  if (fd_ >= 0) close(fd_);
+  fd_ = -1;
+}
+
+std::uint64_t Place::address() const noexcept { return reinterpret_cast<std::uint64_t>(segment->data() + offset); }
+
+// --- Pool ------------------------------------------------------------------------------------------------------------
+
+Pool::Pool(std::size_t size_bytes, unsigned page_shift, std::size_t segment_bytes, std::uint32_t first_segment_id)
+    : next_id_(first_segment_id) {
+  if (page_shift < 12 || page_shift > 30) {
+    throw Error(Kind::invalid_argument, sentence("page shift ", page_shift, " of a pool: it must be from 12 to 30"));
+  }
+  page_bytes_ = std::max(std::size_t{1} << page_shift, machine_page());
+  if (size_bytes == 0 || segment_bytes == 0) {
+    throw Error(Kind::invalid_argument, "a pool and its segments need more than 0 bytes");
+  }
+  size_bytes_ = round_up(size_bytes, page_bytes_);
+  segment_bytes_ = round_up(segment_bytes, page_bytes_);
+}
+
+std::optional<Place> Pool::allocate_locked(std::size_t bytes) {
+  for (Shelf& shelf : shelves_) {
+    for (auto it = shelf.free.begin(); it != shelf.free.end(); ++it) {
+      if (it->second < bytes) continue;
+      const auto [offset, size] = *it;
+      shelf.free.erase(it);
+      if (size > bytes) shelf.free.emplace(offset + bytes, size - bytes);
+      shelf.used += bytes;
+      used_bytes_ += bytes;
+      return Place{shelf.segment, offset, bytes};
+    }
+  }
+  const std::size_t room = size_bytes_ - reserved_bytes_;
+  if (bytes > room) return std::nullopt;
+  const std::size_t size = std::max(bytes, std::min(segment_bytes_, room));
+  Shelf shelf{std::make_shared<Segment>(next_id_, size), {}, bytes};
+  if (size > bytes) shelf.free.emplace(bytes, size - bytes);
+  Place place{shelf.segment, 0, bytes};
+  shelves_.push_back(std::move(shelf));
+  ++next_id_;
+  reserved_bytes_ += size;
+  used_bytes_ += bytes;
+  return place;
+}
+
+void Pool::release_locked(const Place& place) {
+  const auto shelf = std::find_if(shelves_.begin(), shelves_.end(),
+                                  [&](const Shelf& candidate) { return candidate.segment == place.segment; });
+  if (shelf == shelves_.end()) throw Error(Kind::internal, "memory was given back to a pool that it is not from");
+  const auto after = shelf->free.upper_bound(place.offset);
+  const auto before = after == shelf->free.begin() ? shelf->free.end() : std::prev(after);
+  const std::size_t end = place.offset + place.bytes;
+  if (end > place.segment->bytes() || (after != shelf->free.end() && after->first < end) ||
+      (before != shelf->free.end() && before->first + before->second > place.offset)) {
+    throw Error(Kind::internal, "memory was given back to its pool twice");
+  }
+  used_bytes_ -= place.bytes;
+  shelf->used -= place.bytes;
+  if (shelf->used == 0) {  // released whole; unmapped when the last Place that names it is gone
+    reserved_bytes_ -= shelf->segment->bytes();
+    shelves_.erase(shelf);
+    return;
+  }
+  std::size_t first = place.offset, last = end;
+  if (after != shelf->free.end() && after->first == end) {
+    last = after->first + after->second;
+    shelf->free.erase(after);
+  }
+  if (before != shelf->free.end() && before->first + before->second == place.offset) {
+    before->second = last - before->first;
+    return;
+  }
+  shelf->free.emplace(first, last - first);
+}
+
+Place Pool::allocate(std::size_t bytes) { return allocate_many(1, bytes).front(); }
+
+std::vector<Place> Pool::allocate_many(std::size_t count, std::size_t bytes) {
+  if (count == 0 || bytes == 0) throw Error(Kind::invalid_argument, "0 bytes were asked of a pool");
+  const std::size_t size = round_up(bytes, page_bytes_);
+  std::lock_guard lock(mutex_);
+  std::vector<Place> places;
+  const auto give_back = [&] {
+    for (const Place& place : places) release_locked(place);
+  };
+  try {
+    places.reserve(std::min(count, size_bytes_ / page_bytes_));
+    while (places.size() < count) {
+      auto place = allocate_locked(size);
+      if (!place) break;
+      places.push_back(std::move(*place));
+    }
+  } catch (...) {
+    give_back();
+    throw;
+  }
+  if (places.size() == count) return places;
+  give_back();
+  std::size_t largest = size_bytes_ - reserved_bytes_;
+  for (const Shelf& shelf : shelves_) {
+    for (const auto& [offset, free] : shelf.free) largest = std::max(largest, free);
+  }
+  throw Error(Kind::out_of_memory,
+              sentence("the pool of ", size_bytes_, " bytes cannot give ", count, " times ", size, " bytes: ",
+                       size_bytes_ - used_bytes_, " are free, the largest piece has ", largest));
+}
+
+void Pool::release(const Place& place) {
+  std::lock_guard lock(mutex_);
+  release_locked(place);
+}
+
+std::size_t Pool::used_bytes() const {
+  std::lock_guard lock(mutex_);
+  return used_bytes_;
+}
+
+std::vector<std::shared_ptr<Segment>> Pool::segments() const {
+  std::lock_guard lock(mutex_);
+  std::vector<std::shared_ptr<Segment>> out;
+  for (const Shelf& shelf : shelves_) out.push_back(shelf.segment);
+  return out;
+}
+
+// --- what is mapped --------------------------------------------------------------------------------------------------
+
+namespace {
+
+struct MapLine {  // of /proc/self/maps: "start-end rwxp offset major:minor inode   path"
+  std::uint64_t start = 0, end = 0, inode = 0;
+  bool readable = false, writable = false;
+  std::string_view path;
+};
+
+std::string_view take_word(std::string_view& line) {
+  line.remove_prefix(std::min(line.find_first_not_of(' '), line.size()));
+  const std::string_view word = line.substr(0, line.find(' '));
+  line.remove_prefix(word.size());
+  return word;
+}
+
+bool take_number(std::string_view text, int base, std::uint64_t& out) {
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), out, base);
+  return error == std::errc{} && end == text.data() + text.size();
+}
+
+std::optional<MapLine> parse_map_line(std::string_view line) {
+  MapLine out;
+  const std::string_view range = take_word(line);
+  const std::size_t dash = range.find('-');
+  if (dash == std::string_view::npos || !take_number(range.substr(0, dash), 16, out.start) ||
+      !take_number(range.substr(dash + 1), 16, out.end)) {
+    return std::nullopt;
+  }
+  const std::string_view rights = take_word(line);
+  if (rights.size() < 4) return std::nullopt;
+  out.readable = rights[0] == 'r';
+  out.writable = rights[1] == 'w';
+  take_word(line);  // offset
+  take_word(line);  // device
+  if (!take_number(take_word(line), 10, out.inode)) return std::nullopt;
+  line.remove_prefix(std::min(line.find_first_not_of(' '), line.size()));
+  out.path = line;
+  return out;
+}
+
+// Memory that the kernel backs with a nameless file of its own is as good as anonymous memory: nobody can truncate it or
+// make a read of it wait for a disk.
+bool backed_by_a_file(const MapLine& line) {
+  if (line.inode == 0) return false;
+  for (std::string_view own : {"/memfd:", "/dev/zero", "/SYSV", "/anon_hugepage"}) {
+    if (line.path.starts_with(own)) return false;
+  }
+  return true;
+}
+
+std::string read_own_maps() {
+  std::string text;
+  const int fd = open("/proc/self/maps", O_RDONLY | O_CLOEXEC);
+  if (fd < 0) throw Error(Kind::internal, sentence("/proc/self/maps cannot be opened: ", why(errno)));
+  std::size_t used = 0;
+  for (;;) {
+    if (text.size() - used < 32768) text.resize(text.size() + 65536);
+    const ssize_t n = read(fd, text.data() + used, text.size() - used);
+    if (n < 0 && errno == EINTR) continue;
+    if (n <= 0) break;
+    used += static_cast<std::size_t>(n);
+  }
+  close(fd);
+  text.resize(used);
+  return text;
+}
+
+}  // namespace
+
+Mapped range_mapped(std::uint64_t address, std::uint64_t bytes, bool writable) {
+  Mapped out;
+  std::uint64_t end = 0;
+  out.hole = address;
+  if (__builtin_add_overflow(address, bytes, &end)) return out;
+  std::uint64_t need = address;  // everything before it is mapped as it should be
+  const std::string text = read_own_maps();
+  std::string_view rest = text;
+  while (need < end && !rest.empty()) {
+    const std::string_view raw = rest.substr(0, rest.find('\n'));
+    rest.remove_prefix(std::min(raw.size() + 1, rest.size()));
+    const auto line = parse_map_line(raw);
+    if (!line || line->end <= need) continue;
+    if (line->start > need || !(writable ? line->writable : line->readable)) break;
+    out.file_backed |= backed_by_a_file(*line);
+    need = line->end;
+  }
+  out.ok = need >= end;
+  out.hole = out.ok ? 0 : need;
+  return out;
+}
+
+// --- IdentityWord ----------------------------------------------------------------------------------------------------
+
+IdentityWord::IdentityWord() {
+  void* page = mmap(nullptr, machine_page(), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (page == MAP_FAILED) throw Error(Kind::out_of_memory, sentence("a page for the identity word: ", why(errno)));
+  word_ = static_cast<std::uint64_t*>(page);
+  // A forked child must not pass for its parent. Without this promise there is no proof, so there is no word.
+  if (madvise(page, machine_page(), MADV_WIPEONFORK) != 0) {
+    const int error = errno;
+    munmap(page, machine_page());
+    throw Error(Kind::unsupported, sentence("MADV_WIPEONFORK: ", why(error)));
+  }
+  madvise(page, machine_page(), MADV_DONTDUMP);
+  try {
+    while (*word_ == 0) random_bytes(word_, sizeof *word_);
+  } catch (...) {
+    munmap(page, machine_page());
+    throw;
+  }
+}
+
+IdentityWord::~IdentityWord() {
+  if (word_ != nullptr) munmap(word_, machine_page());
+}
+
+std::uint64_t IdentityWord::address() const noexcept { return reinterpret_cast<std::uint64_t>(word_); }
+std::uint64_t IdentityWord::value() const noexcept { return *word_; }
+
+void random_bytes(void* out, std::size_t n) {
+  auto* at = static_cast<unsigned char*>(out);
+  while (n > 0) {
+    const ssize_t got = getrandom(at, n, 0);
+    if (got < 0) {
+      if (errno == EINTR) continue;
+      throw Error(Kind::internal, sentence("getrandom: ", why(errno)));
+    }
+    at += got;
+    n -= static_cast<std::size_t>(got);
+  }
+}
+
+}  // namespace kvferry

@@ -1,0 +1,260 @@
+#include "node.hpp"
+
+#include <cstring>
+
+#include "inner.hpp"
+#include "sentence.hpp"
+
+namespace kvferry {
+
+const Result& checked(const Operation& operation, const Result& result) {
+  if (!result.outcome.ok()) throw Error(result.outcome, operation.link()->label(), operation.subject(), operation.verb());
+  return result;
+}
+
+Node::Node(NodeOptions options) : generation_(process_generation()) {
+  watch_forks();
+  if (options.lanes == 0 || options.lanes > 16) throw Error(Kind::invalid_argument, "a link has 1 to 16 lanes");
+  if (options.heartbeat_ms <= 0 || options.heartbeat_timeout_ms < options.heartbeat_ms)
+    throw Error(Kind::invalid_argument, "heartbeat_timeout_ms must be at least heartbeat_ms, and both positive");
+  if ((options.transports & 7u) == 0) throw Error(Kind::invalid_argument, "a node needs at least one transport");
+  inner_ = std::make_unique<NodeInner>(std::move(options));
+  inner_->engine.crew.start();
+  inner_->engine.reactor.start();
+}
+
+Node::~Node() {
+  close();
+  if (generation_ != process_generation()) {
+    // A forked child: the threads do not exist here and any lock may be held by one of them. Let it all be.
+    inner_->engine.reactor.abandon();
+    inner_->engine.crew.abandon();
+    [[maybe_unused]] auto* leaked = inner_.release();
+  }
+}
+
+std::uint64_t Node::id() const noexcept { return inner_->engine.options.node_id; }
+
+bool Node::closed() const noexcept { return generation_ != process_generation() || inner_->closed.load(); }
+
+void Node::close() {
+  if (closed()) return;
+  if (inner_->closed.exchange(true)) return;
+  auto& node = *inner_;
+  kvferry::stop_listening(node);
+  for (const auto& link : node.links()) {
+    node.take_down(link, {Kind::closed, "this node was closed", false, true});
+    link->wait_until_quiet(Deadline::after_ms(60'000));  // pieces in hand
+  }
+  node.engine.reactor.stop();
+  node.engine.crew.stop();
+  node.engine.registry.close();
+  node.engine.log.close();
+  node.unix_listener.reset();
+}
+
+Engine& Node::engine() {
+  if (generation_ != process_generation())
+    throw Error(Kind::closed, "this node belongs to the parent process and is closed in its forked child: make a node of its own");
+  if (inner_->closed.load()) throw Error(Kind::closed, "this node is closed");
+  return inner_->engine;
+}
+
+Registry& Node::registry() { return engine().registry; }
+
+Endpoint Node::listen(const std::string& host, std::uint16_t port) {
+  engine();
+  start_listening(*inner_, host, port);
+  return local_endpoint(inner_->tcp_listener.get());
+}
+
+void Node::stop_listening() {
+  engine();
+  kvferry::stop_listening(*inner_);
+}
+
+std::shared_ptr<Link> Node::connect(const std::string& host, std::uint16_t port, Deadline deadline) {
+  engine();
+  return dial_link(*inner_, host, port, deadline);
+}
+
+std::vector<std::shared_ptr<Link>> Node::links() const { return closed() ? std::vector<std::shared_ptr<Link>>{} : inner_->links(); }
+
+void Node::unlink(const std::shared_ptr<Link>& link, Deadline deadline, bool force) {
+  if (closed() || !link->alive()) return;
+  if (!force) {
+    if (!link->wait_until_quiet(deadline))
+      throw Error({Kind::deadline, sentence(link->operations(), " operations are still in flight; wait for them, or unlink by force"), false, true},
+                  link->label(), "", "unlink");
+    const auto control = inner_->control_of(*link);
+    if (control && !control->ask_to_unlink(deadline) && link->alive())
+      throw Error({Kind::deadline, "the peer did not confirm in time: the link stays; unlink by force to drop this side alone", false, true},
+                  link->label(), "", "unlink");
+  }
+  inner_->take_down(link, {Kind::not_linked, "this link was unlinked", false, true});
+  link->wait_until_quiet(Deadline::after_ms(60'000));
+}
+
+std::optional<std::pair<std::string, std::string>> Node::next_event(std::int64_t timeout_ms) {
+  if (generation_ != process_generation()) return std::nullopt;
+  return inner_->engine.log.take(timeout_ms);
+}
+
+namespace {
+
+void check_names(const Target& target, bool pushing) {
+  if (target.by == Target::By::addresses && !pushing) throw Error(Kind::invalid_argument, "a pull cannot name raw addresses: name the cache, its id, or a key");
+}
+
+}  // namespace
+
+std::shared_ptr<Pull> Node::pull(const std::shared_ptr<Link>& link, Target target, std::uint64_t into, std::shared_ptr<const Moves> moves,
+                                 Deadline deadline, unsigned transports) {
+  auto& e = engine();
+  check_names(target, false);
+  PullAsk ask;
+  ask.target = std::move(target);
+  ask.destination = destination_cache(e, into);
+  ask.moves = std::move(moves);
+  ask.transports = transports;
+  return std::make_shared<Pull>(e, link, deadline, std::move(ask));
+}
+
+namespace {
+PushAsk push_ask(Engine& engine, std::uint64_t source, Target target, std::shared_ptr<const Moves> moves, unsigned transports) {
+  PushAsk ask;
+  ask.source = engine.registry.find(source);
+  if (!ask.source) throw Error(Kind::not_found, sentence("this node has no cache ", source));
+  ask.target = std::move(target);
+  ask.moves = std::move(moves);
+  ask.transports = transports;
+  return ask;
+}
+}  // namespace
+
+std::shared_ptr<Push> Node::push(const std::shared_ptr<Link>& link, std::uint64_t source, Target target, std::shared_ptr<const Moves> moves,
+                                 Deadline deadline, unsigned transports) {
+  auto& e = engine();
+  return std::make_shared<Push>(e, link, deadline, push_ask(e, source, std::move(target), std::move(moves), transports));
+}
+
+std::shared_ptr<LayerPush> Node::push_layers(const std::shared_ptr<Link>& link, std::uint64_t source, Target target,
+                                             std::shared_ptr<const Moves> moves, std::vector<std::uint32_t> layers,
+                                             std::vector<std::uint32_t> destination_layers, std::uint32_t tensors_per_layer,
+                                             std::int64_t timeout_ms, unsigned transports) {
+  auto& e = engine();
+  return std::make_shared<LayerPush>(e, link, push_ask(e, source, std::move(target), std::move(moves), transports), std::move(layers),
+                                     std::move(destination_layers), tensors_per_layer, timeout_ms);
+}
+
+std::shared_ptr<PreparedPull> Node::prepare(const std::shared_ptr<Link>& link, Target target, std::uint64_t into,
+                                            std::shared_ptr<const Moves> moves, Deadline deadline, unsigned transports) {
+  auto& e = engine();
+  check_names(target, false);
+  PullAsk ask;
+  ask.target = std::move(target);
+  ask.destination = destination_cache(e, into);
+  ask.moves = std::move(moves);
+  ask.transports = transports;
+  return std::make_shared<PreparedPull>(e, link, std::move(ask), deadline);
+}
+
+std::pair<Geometry, Transport> Node::describe(const std::shared_ptr<Link>& link, Target target, Deadline deadline) {
+  auto& e = engine();
+  check_names(target, false);
+  PullAsk ask;
+  ask.target = std::move(target);
+  ask.keep = false;
+  ask.describe_only = true;
+  const auto operation = std::make_shared<Pull>(e, link, deadline, std::move(ask), "describe");
+  checked(*operation, operation->run_here());
+  return {operation->source()->geometry, operation->result().transport};
+}
+
+Result Node::copy(std::uint64_t source, std::uint64_t destination, const Moves& moves) {
+  auto& e = engine();
+  const auto started = now_ns();
+  const auto from = e.registry.find(source);
+  const auto to = e.registry.find(destination);
+  if (!from || !to) throw Error(Kind::not_found, sentence("this node has no cache ", from ? destination : source));
+  e.check_readable(*from);
+  e.check_writable(*to);
+  const auto plan = make_plan(from->geometry, to->geometry, moves, -1, true);
+  const bool within = from == to;
+  const bool streaming = !within && plan.total() >= stream_from_bytes;
+  std::vector<Guard> guards{from->guard};
+  if (!within) guards.push_back(to->guard);
+  PlanCursor cursor(plan);
+  std::vector<std::byte> staging;
+  bool touched = false;
+  while (!cursor.done()) {
+    const Entered entered(e.guards, guards);
+    if (!entered) throw Error({Kind::not_found, "a cache was unregistered while it was being copied", touched, true}, "", to->geometry.label(), "copy");
+    touched = true;
+    for (std::uint64_t piece = 0; piece < piece_bytes && !cursor.done();) {
+      const auto span = cursor.next(within ? from->geometry.unit_bytes : piece_bytes - piece);
+      const auto a = from->geometry.tensors[plan.source_first + span.tensor].address + span.source;
+      const auto b = to->geometry.tensors[plan.destination_first + span.tensor].address + span.destination;
+      Copier* reader = copier_of(from->kind);
+      Copier* writer = copier_of(to->kind);
+      if (reader == nullptr && writer == nullptr) {
+        if (within)
+          std::memmove(reinterpret_cast<void*>(b), reinterpret_cast<const void*>(a), span.bytes);
+        else
+          copy_bytes(reinterpret_cast<void*>(b), reinterpret_cast<const void*>(a), span.bytes, streaming);
+      } else {
+        staging.resize(span.bytes);
+        const bool ok = (reader != nullptr ? reader->read(staging.data(), a, span.bytes)
+                                           : (std::memcpy(staging.data(), reinterpret_cast<const void*>(a), span.bytes), true)) &&
+                        (writer != nullptr ? writer->write(b, staging.data(), span.bytes)
+                                           : (std::memcpy(reinterpret_cast<void*>(b), staging.data(), span.bytes), true));
+        if (!ok) throw Error({Kind::invalid_argument, "memory that is not of its kind", true, true}, "", to->geometry.label(), "copy");
+      }
+      piece += span.bytes;
+    }
+  }
+  return {{}, plan.total(), now_ns() - started, Transport::local};
+}
+
+LinkStatistics Node::statistics(const Link& link) const {
+  LinkStatistics s;
+  const auto [map, cma] = link.reasons();
+  const auto allowed = inner_->engine.options.transports;
+  s.peer = link.label();
+  s.address = link.peer.endpoint.text();
+  s.map = map.empty() ? "ok" : map;
+  s.cma = cma.empty() ? "ok" : cma;
+  s.socket = (allowed & static_cast<unsigned>(Transport::socket)) != 0 ? "ok" : "not among this node's transports";
+  s.peer_id = link.peer.node_id;
+  s.pulls = link.pulls.load();
+  s.pushes = link.pushes.load();
+  s.bytes_pulled = link.bytes_pulled.load();
+  s.bytes_pushed = link.bytes_pushed.load();
+  s.failures = link.failures.load();
+  s.resets = link.lanes.resets();
+  s.alive = link.alive();
+  s.outgoing = link.outgoing;
+  s.same_host = link.peer.same_host;
+  s.lanes = link.lanes.open_lanes();
+  s.operations = link.operations();
+  return s;
+}
+
+NodeStatistics Node::statistics() const {
+  NodeStatistics s;
+  s.node_id = id();
+  if (closed()) return s;
+  auto& e = inner_->engine;
+  s.threads = inner_->threads;
+  s.caches = e.registry.cache_ids().size();
+  s.windows = e.registry.window_count();
+  s.links = inner_->links().size();
+  s.slots_open = e.guards.open_count();
+  if (const auto* pool = e.registry.pool()) {
+    s.pool_bytes = pool->size_bytes();
+    s.pool_used_bytes = pool->used_bytes();
+  }
+  return s;
+}
+
+}  // namespace kvferry

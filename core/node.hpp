@@ -1,0 +1,81 @@
+// A node: the core's front. Caches and windows of this process, its listener, its links, and the transfers over them.
+//
+// Every method may be called from any thread. Once closed (or in a forked child) every method but close() throws
+// Error(closed). Operations report by Result or throw Error with peer, cache and operation filled in.
+#pragma once
+
+#include <map>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "pull.hpp"
+#include "push.hpp"
+
+namespace kvferry {
+
+class NodeInner;
+
+struct LinkStatistics {
+  std::string peer, address, map, cma, socket;  // "ok", or why not and what to change
+  std::uint64_t peer_id = 0, pulls = 0, pushes = 0, bytes_pulled = 0, bytes_pushed = 0, failures = 0, resets = 0;
+  bool alive = false, outgoing = false, same_host = false;
+  unsigned lanes = 0;
+  std::size_t operations = 0;
+};
+
+struct NodeStatistics {
+  std::uint64_t node_id = 0, pool_bytes = 0, pool_used_bytes = 0;
+  std::size_t threads = 0, caches = 0, windows = 0, links = 0, slots_open = 0;
+};
+
+class Node {
+ public:
+  explicit Node(NodeOptions options);
+  ~Node();  // closes
+  Node(const Node&) = delete;
+  Node& operator=(const Node&) = delete;
+
+  std::uint64_t id() const noexcept;
+  bool closed() const noexcept;
+  void close();  // ends everything, waits for pieces in hand, joins the threads
+
+  Endpoint listen(const std::string& host, std::uint16_t port);
+  void stop_listening();
+  std::shared_ptr<Link> connect(const std::string& host, std::uint16_t port, Deadline deadline);
+  std::vector<std::shared_ptr<Link>> links() const;
+  // Graceful: waits for this side's operations, tells the peer, drops both sides; Error(deadline | peer_lost) leaves the
+  // link as it is. Forced: drops this side; operations end after the piece in hand.
+  void unlink(const std::shared_ptr<Link>& link, Deadline deadline, bool force);
+  std::optional<std::pair<std::string, std::string>> next_event(std::int64_t timeout_ms);
+
+  Registry& registry();  // throws Error(closed)
+  Engine& engine();
+
+  std::shared_ptr<Pull> pull(const std::shared_ptr<Link>& link, Target target, std::uint64_t into, std::shared_ptr<const Moves> moves,
+                             Deadline deadline, unsigned transports);
+  std::shared_ptr<Push> push(const std::shared_ptr<Link>& link, std::uint64_t source, Target target, std::shared_ptr<const Moves> moves,
+                             Deadline deadline, unsigned transports);
+  std::shared_ptr<LayerPush> push_layers(const std::shared_ptr<Link>& link, std::uint64_t source, Target target,
+                                         std::shared_ptr<const Moves> moves, std::vector<std::uint32_t> layers,
+                                         std::vector<std::uint32_t> destination_layers, std::uint32_t tensors_per_layer,
+                                         std::int64_t timeout_ms, unsigned transports);
+  std::shared_ptr<PreparedPull> prepare(const std::shared_ptr<Link>& link, Target target, std::uint64_t into,
+                                        std::shared_ptr<const Moves> moves, Deadline deadline, unsigned transports);
+  // What a target is at the peer, and by which transport a pull of it would go.
+  std::pair<Geometry, Transport> describe(const std::shared_ptr<Link>& link, Target target, Deadline deadline);
+  // Between two caches of this node. Within one cache unit by unit in the given order.
+  Result copy(std::uint64_t source, std::uint64_t destination, const Moves& moves);
+
+  LinkStatistics statistics(const Link& link) const;
+  NodeStatistics statistics() const;
+
+ private:
+  std::unique_ptr<NodeInner> inner_;
+  std::uint32_t generation_;
+};
+
+// Throws the Error of a result that is not ok, with peer, cache and operation; else returns it.
+const Result& checked(const Operation& operation, const Result& result);
+
+}  // namespace kvferry

@@ -1,0 +1,279 @@
+#include "operation.hpp"
+
+#include <poll.h>
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#include <chrono>
+
+#include "engine.hpp"
+#include "link.hpp"
+
+namespace kvferry {
+
+Notifier::Notifier() : event_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
+  if (!event_) throw Error(Kind::busy, "out of descriptors: no eventfd can be had");
+}
+
+void Notifier::add(std::uint64_t token) {
+  const std::lock_guard lock(mutex_);
+  tokens_.push_back(token);
+  const std::uint64_t one = 1;
+  [[maybe_unused]] const auto n = ::write(event_.get(), &one, sizeof one);
+}
+
+std::vector<std::uint64_t> Notifier::take() {
+  const std::lock_guard lock(mutex_);
+  std::uint64_t count;
+  [[maybe_unused]] const auto n = ::read(event_.get(), &count, sizeof count);
+  return std::exchange(tokens_, {});
+}
+
+std::string_view transport_name(Transport transport) noexcept {
+  switch (transport) {
+    case Transport::map: return "map";
+    case Transport::cma: return "cma";
+    case Transport::socket: return "socket";
+    case Transport::local: return "local";
+    case Transport::none: break;
+  }
+  return "none";
+}
+
+void Timers::add(const Key& key, std::weak_ptr<Operation> operation) {
+  const std::lock_guard lock(mutex_);
+  entries_[key] = std::move(operation);
+}
+
+void Timers::remove(const Key& key) {
+  const std::lock_guard lock(mutex_);
+  entries_.erase(key);
+}
+
+std::vector<std::shared_ptr<Operation>> Timers::due(std::int64_t now_ns, std::int64_t& next_ns) {
+  const std::lock_guard lock(mutex_);
+  std::vector<std::shared_ptr<Operation>> operations;
+  while (!entries_.empty() && entries_.begin()->first.at_ns <= now_ns) {
+    if (auto operation = entries_.begin()->second.lock()) operations.push_back(std::move(operation));
+    entries_.erase(entries_.begin());
+  }
+  if (!entries_.empty()) next_ns = std::min(next_ns, entries_.begin()->first.at_ns);
+  return operations;
+}
+
+// Called by the reactor when the descriptor of an operation that was put aside has something.
+class Operation::Parked : public Watcher {
+ public:
+  explicit Parked(std::weak_ptr<Operation> operation) : operation_(std::move(operation)) {}
+  void ready(std::uint32_t) override {
+    if (const auto operation = operation_.lock()) operation->schedule();
+  }
+
+ private:
+  std::weak_ptr<Operation> operation_;
+};
+
+Operation::Operation(Engine& engine, std::shared_ptr<Link> link, Deadline deadline, const char* verb)
+    : engine_(engine),
+      link_(std::move(link)),
+      deadline_(deadline),
+      verb_(verb),
+      number_(engine.last_operation.fetch_add(1, std::memory_order_relaxed) + 1),
+      started_ns_(now_ns()) {}
+
+Operation::~Operation() {
+  if (lane_) link_->lanes.lost(std::move(lane_));
+}
+
+Result Operation::run_here() {
+  link_->begin(shared_from_this());
+  for (;;) {
+    const Need need = guarded_step();
+    if (need == Need::done) return result_;
+    if (need == Need::lane || need == Need::nothing_yet) {
+      std::unique_lock lock(mutex_);
+      // A granted lane, the link's death and a cancel all come through schedule().
+      changed_.wait_for(lock, std::chrono::milliseconds(std::min<std::int64_t>(deadline_.left_ms(), 1000)),
+                        [this] { return again_; });
+      again_ = false;
+      continue;
+    }
+    pollfd p{lane_->descriptor.get(), static_cast<short>(need == Need::readable ? POLLIN : POLLOUT), 0};
+    ::poll(&p, 1, static_cast<int>(std::min<std::int64_t>(deadline_.left_ms(), 1000)));
+  }
+}
+
+void Operation::start() {
+  link_->begin(shared_from_this());
+  asynchronous_ = true;
+  schedule();
+}
+
+void Operation::start_here() {
+  link_->begin(shared_from_this());
+  asynchronous_ = true;
+  take_turn(false);
+}
+
+void Operation::schedule() {
+  const std::lock_guard lock(mutex_);
+  if (finished_.load()) return;
+  if (!asynchronous_) {
+    again_ = true;
+    changed_.notify_all();
+    return;
+  }
+  if (queued_) return;
+  if (running_) {
+    again_ = true;
+    return;
+  }
+  queued_ = true;
+  engine_.crew.submit(shared_from_this());
+}
+
+void Operation::take_turn(bool may_adopt) {
+  {
+    const std::lock_guard lock(mutex_);
+    queued_ = false;
+    running_ = true;
+  }
+  for (;;) {
+    const Need need = guarded_step();
+    if (need == Need::done) break;
+    const bool on_descriptor = need == Need::readable || need == Need::writable;
+    const short events = need == Need::readable ? POLLIN : POLLOUT;
+    // An idle copy thread waits for the socket it has just served, until there is other work.
+    if (on_descriptor && may_adopt && engine_.crew.wait_while_idle(descriptor(), events, deadline_)) continue;
+    set_timer();
+    try {
+      if (on_descriptor) put_aside(need);
+    } catch (const Error& error) {
+      finish(error.outcome(), 0, Transport::none);
+    }
+    break;
+  }
+  const std::lock_guard lock(mutex_);
+  running_ = false;
+  if (again_ && !finished_.load()) {
+    again_ = false;
+    queued_ = true;
+    engine_.crew.submit(shared_from_this());
+  }
+}
+
+void Operation::set_timer() {
+  if (timer_.at_ns == deadline_.at_ns && timer_.at_ns > now_ns()) return;  // still set
+  if (timer_.at_ns != 0) engine_.timers.remove(timer_);
+  // Past its deadline an operation that still waits (for a step that sees it) is asked again before long.
+  timer_ = {std::max(deadline_.at_ns, now_ns() + 1'000'000), number_};
+  engine_.timers.add(timer_, weak_from_this());
+  engine_.reactor.wake_at(timer_.at_ns);
+}
+
+int Operation::descriptor() const noexcept { return lane_->descriptor.get(); }
+
+void Operation::put_aside(Need need) {
+  const std::uint32_t events = need == Need::readable ? EPOLLIN : EPOLLOUT;
+  if (token_ == 0)
+    token_ = engine_.reactor.watch(descriptor(), events, std::make_shared<Parked>(weak_from_this()));
+  else
+    engine_.reactor.rearm(token_, descriptor(), events);
+}
+
+void Operation::forget_descriptor() noexcept {
+  if (lane_ && token_ != 0) engine_.reactor.forget(token_, lane_->descriptor.get());
+  token_ = 0;
+}
+
+Need Operation::guarded_step() {
+  if (finished_.load()) return Need::done;
+  try {
+    return step();
+  } catch (const Error& error) {
+    Outcome outcome = error.outcome();
+    outcome.touched |= touched_;
+    finish(std::move(outcome), 0, Transport::none);
+  } catch (const wire::WireError& error) {
+    finish({Kind::peer_lost, std::string("the peer sent something that is not kvferry's protocol: ") + error.what(), touched_, true},
+           0, Transport::none);
+  } catch (const std::bad_alloc&) {
+    finish({Kind::out_of_memory, "out of memory", touched_, true}, 0, Transport::none);
+  }
+  return Need::done;
+}
+
+void Operation::finish(Outcome outcome, std::uint64_t bytes, Transport transport) {
+  if (finished_.load()) return;
+  if (lane_) break_lane();  // a step that ended well has given it back already
+  if (link_) link_->lanes.leave(*this);
+  if (timer_.at_ns != 0) engine_.timers.remove(timer_);
+  result_ = {std::move(outcome), bytes, now_ns() - started_ns_, transport};
+  ended();
+  decltype(notifiers_) notifiers;
+  {
+    const std::lock_guard lock(mutex_);
+    finished_.store(true, std::memory_order_release);
+    notifiers.swap(notifiers_);
+    changed_.notify_all();
+  }
+  for (auto& [notifier, token] : notifiers)
+    if (const auto one = notifier.lock()) one->add(token);
+  if (link_) link_->end(*this);
+}
+
+bool Operation::wait(const Deadline& until) {
+  if (done()) return true;
+  std::unique_lock lock(mutex_);
+  const auto left = std::chrono::milliseconds(std::max<std::int64_t>(0, until.left_ms()));
+  return changed_.wait_for(lock, left, [this] { return finished_.load(); });
+}
+
+void Operation::cancel() {
+  cancelled_.store(true, std::memory_order_release);
+  schedule();
+}
+
+bool Operation::notify(std::shared_ptr<Notifier> notifier, std::uint64_t token) {
+  const std::lock_guard lock(mutex_);
+  if (finished_.load()) return false;
+  notifiers_.emplace_back(std::move(notifier), token);
+  return true;
+}
+
+bool Operation::take_lane(bool small) {
+  if (lane_) return true;
+  lane_ = link_->lanes.take(small, *this);
+  return lane_ != nullptr;
+}
+
+void Operation::give_lane() noexcept {
+  if (!lane_) return;
+  forget_descriptor();
+  link_->lanes.give(std::move(lane_));
+}
+
+void Operation::break_lane() noexcept {
+  if (!lane_) return;
+  forget_descriptor();
+  link_->lanes.lost(std::move(lane_));
+}
+
+bool Operation::must_stop() const noexcept {
+  return cancelled_.load(std::memory_order_relaxed) || !link_->alive() || deadline_.passed();
+}
+
+Outcome Operation::stop_reason() const {
+  if (cancelled_.load(std::memory_order_acquire)) return {Kind::cancelled, std::string(verb_) + " was cancelled", touched_, true};
+  if (!link_->alive()) {
+    Outcome outcome = link_->death();
+    outcome.touched = touched_;
+    outcome.settled = true;
+    return outcome;
+  }
+  if (deadline_.passed()) return {Kind::deadline, std::string("time was up for this ") + verb_, touched_, true};
+  return {};
+}
+
+}  // namespace kvferry

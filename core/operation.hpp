@@ -1,0 +1,151 @@
+// One operation in flight: a pull, a push, or the serving of a peer's request.
+//
+// An operation is a state machine that one thread at a time drives by step(). Two drivers exist: the caller's own thread
+// (run_here, which may wait), and the crew with the control thread (start, where nothing waits on one peer: an operation
+// that needs its socket or a lane is put aside until that comes).
+//
+// States: new -> driven (queued | running | put aside) -> finished. Only finish() ends it, once, after which no byte of a
+// destination is written on its behalf.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "clock.hpp"
+#include "error.hpp"
+#include "reactor.hpp"
+
+namespace kvferry {
+
+struct Engine;
+class Link;
+class Operation;
+struct Lane;
+
+// Where asyncio (or any poll loop) hears of ends: an eventfd and the tokens of what has ended.
+class Notifier {
+ public:
+  Notifier();
+  int descriptor() const noexcept { return event_.get(); }
+  void add(std::uint64_t token);
+  std::vector<std::uint64_t> take();
+
+ private:
+  Descriptor event_;
+  std::mutex mutex_;
+  std::vector<std::uint64_t> tokens_;
+};
+
+enum class Transport : std::uint8_t { none = 0, map = 1, cma = 2, socket = 4, local = 8 };
+std::string_view transport_name(Transport transport) noexcept;
+
+struct Result {
+  Outcome outcome;
+  std::uint64_t bytes = 0;
+  std::int64_t nanoseconds = 0;
+  Transport transport = Transport::none;
+};
+
+// What a step needs before the next one makes sense.
+enum class Need : std::uint8_t { done, readable, writable, lane, nothing_yet };
+
+// Deadlines of operations that nobody drives at the moment.
+class Timers {
+ public:
+  struct Key {
+    std::int64_t at_ns = 0;
+    std::uint64_t number = 0;
+    auto operator<=>(const Key&) const = default;
+  };
+  void add(const Key& key, std::weak_ptr<Operation> operation);
+  void remove(const Key& key);
+  std::vector<std::shared_ptr<Operation>> due(std::int64_t now_ns, std::int64_t& next_ns);  // taken out
+
+ private:
+  std::mutex mutex_;
+  std::map<Key, std::weak_ptr<Operation>> entries_;
+};
+
+class Operation : public std::enable_shared_from_this<Operation> {
+ public:
+  Operation(Engine& engine, std::shared_ptr<Link> link, Deadline deadline, const char* verb);
+  virtual ~Operation();
+  Operation(const Operation&) = delete;
+  Operation& operator=(const Operation&) = delete;
+
+  Result run_here();  // on the caller's thread, to the end
+  void start();       // asynchronously, on the crew
+  void start_here();  // asynchronously, the first turn on this thread (which may not wait)
+  void schedule();    // something it may wait for has come: step again soon (from any thread)
+  virtual void help() {}  // a copy thread lends a hand
+
+  bool done() const noexcept { return finished_.load(std::memory_order_acquire); }
+  bool wait(const Deadline& until);  // true: done
+  const Result& result() const noexcept { return result_; }  // once done
+  void cancel();
+  bool notify(std::shared_ptr<Notifier> notifier, std::uint64_t token);  // false: done already
+
+  const std::shared_ptr<Link>& link() const noexcept { return link_; }
+  const char* verb() const noexcept { return verb_; }
+  std::uint64_t number() const noexcept { return number_; }
+  const Deadline& deadline() const noexcept { return deadline_; }
+  virtual std::string subject() const { return {}; }  // "cache 3 'kv'", for errors
+
+ protected:
+  // Called by one thread at a time. Throws Error to end with it.
+  virtual Need step() = 0;
+  virtual void ended() noexcept {}  // once, after the result stands and before anybody hears of it
+  virtual void put_aside(Need need);  // until its descriptor is readable or writable: then schedule()
+  virtual int descriptor() const noexcept;
+  void finish(Outcome outcome, std::uint64_t bytes, Transport transport);
+
+  // The lane in use, if any; what step() waits for by readable/writable.
+  bool take_lane(bool small);  // false: return Need::lane
+  void give_lane() noexcept;   // whole, for the next one
+  void break_lane() noexcept;  // something is left in it: close it
+  // Why it must stop now, if it must: cancelled, link lost, deadline. ok: go on.
+  Outcome stop_reason() const;
+  void set_deadline(Deadline deadline) { deadline_ = deadline; }  // by step(): for what is done next
+  bool must_stop() const noexcept;
+
+  Engine& engine_;
+  std::shared_ptr<Link> link_;
+  Deadline deadline_;
+  std::unique_ptr<Lane> lane_;
+  bool touched_ = false;  // bytes of the destination may have changed
+  std::atomic<bool> cancelled_{false};
+
+ private:
+  friend class LanePool;
+  friend class Crew;
+  class Parked;
+
+  Need guarded_step();
+  void step_on_crew() { take_turn(true); }
+  void take_turn(bool may_adopt);
+  void set_timer();
+  void forget_descriptor() noexcept;
+
+  const char* verb_;
+  std::uint64_t number_;
+  std::int64_t started_ns_;
+  bool asynchronous_ = false;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  bool queued_ = false, running_ = false, again_ = false;  // asynchronous; again_ also wakes a waiting caller
+  std::atomic<bool> finished_{false};
+  Result result_;
+  std::vector<std::pair<std::weak_ptr<Notifier>, std::uint64_t>> notifiers_;
+  std::unique_ptr<Lane> granted_;  // under the lane pool's mutex
+  Timers::Key timer_;  // at_ns 0: none
+  Reactor::Token token_ = 0;  // of the descriptor, while the reactor knows it
+};
+
+}  // namespace kvferry

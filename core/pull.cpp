@@ -1,0 +1,664 @@
+#include "pull.hpp"
+
+#include <poll.h>
+#include <sys/socket.h>
+#include <sys/uio.h>
+
+#include <cerrno>
+#include <cstring>
+
+#include "sentence.hpp"
+
+namespace kvferry {
+namespace {
+
+constexpr unsigned map_bit = static_cast<unsigned>(Transport::map);
+constexpr unsigned cma_bit = static_cast<unsigned>(Transport::cma);
+constexpr unsigned socket_bit = static_cast<unsigned>(Transport::socket);
+constexpr std::uint32_t spans_per_piece = 1000;        // with two identity words still below IOV_MAX
+constexpr std::size_t spans_per_receive = 256;
+constexpr std::uint64_t bytes_per_receive = 512 << 10;
+
+SourceSelect select_of(const Plan& plan, const Moves& moves, const Geometry& source) {
+  SourceSelect select;
+  select.tensor_first = plan.source_first;
+  select.tensor_count = plan.tensors;
+  switch (moves.form) {
+    case Moves::Form::whole:
+      select.unit_bytes = source.unit_bytes;
+      select.whole_count = source.count;
+      break;
+    case Moves::Form::blocks:
+      select.unit_bytes = source.unit_bytes;
+      select.units = moves.source;
+      break;
+    case Moves::Form::row:
+    case Moves::Form::row_to_blocks:
+      select.row = moves.source_row;
+      select.row_bytes = plan.bytes_per_tensor;
+      break;
+  }
+  return select;
+}
+
+std::vector<UnitRun> units_of(const Moves& moves, const Geometry& source, std::int64_t key_row) {
+  if (moves.form == Moves::Form::blocks) return moves.source;
+  if (moves.form == Moves::Form::whole) return {{0, static_cast<std::uint32_t>(source.count)}};
+  const auto row = moves.source_row >= 0 ? moves.source_row : key_row;
+  return {{static_cast<std::uint32_t>(std::max<std::int64_t>(row, 0)), 1}};
+}
+
+}  // namespace
+
+Destination destination_cache(Engine& engine, std::uint64_t cache_id) {
+  auto cache = engine.registry.find(cache_id);
+  if (!cache) throw Error(Kind::not_found, sentence("this node has no cache ", cache_id));
+  Destination destination;
+  destination.guards.push_back(cache->guard);
+  destination.kind = cache->kind;
+  destination.caches.push_back(std::move(cache));
+  return destination;
+}
+
+Pull::Pull(Engine& engine, std::shared_ptr<Link> link, Deadline deadline, PullAsk ask, const char* verb)
+    : Operation(engine, std::move(link), deadline, verb), ask_(std::move(ask)), source_(ask_.source) {}
+
+std::string Pull::subject() const { return ask_.describe_only ? ask_.target.label() : ask_.destination.geometry().label(); }
+
+Outcome Pull::gone() const {
+  return {Kind::not_found, ask_.target.label() + " does not exist any more at " + link_->label(), touched_, true};
+}
+
+unsigned Pull::one_sided() const noexcept { return link_->transports(ask_.transports) & (map_bit | cma_bit); }
+
+Need Pull::step() {
+  Need need = Need::done;
+  Frame frame;
+  for (;;) {
+    // A copy looks for itself, between pieces; after it the bytes are there whatever the clock says.
+    if (phase_ != Phase::copy && must_stop()) throw Error(stop_reason());
+    switch (phase_) {
+      case Phase::begin:
+        for (const auto& cache : ask_.destination.caches) engine_.check_writable(*cache);
+        if (link_->transports(ask_.transports) == 0)
+          throw Error(Kind::unsupported, "no transport is left on the link to " + link_->label() + ": " +
+                                             (link_->reasons().first.empty() ? "" : "map: " + link_->reasons().first + "; ") +
+                                             (link_->reasons().second.empty() ? "" : "cma: " + link_->reasons().second));
+        if (!source_ && ask_.keep && one_sided() != 0) source_ = link_->kept(ask_.target);
+        if (source_) {
+          phase_ = Phase::plan;
+        } else if (ask_.resolve_only || ask_.describe_only || one_sided() != 0 ||
+                   ask_.moves->form == Moves::Form::row_to_blocks) {
+          if (!take_lane(true)) return Need::lane;
+          wire::Writer request(wire::Type::resolve, number());
+          wire::put_target(request, ask_.target);
+          begin_request(std::move(request), Phase::await_geometry);
+        } else {
+          auto made = make_destination_plan(ask_.destination.geometry(), *ask_.moves);
+          plan_ = std::make_shared<const Plan>(std::move(made.plan));
+          select_ = std::move(made.select);
+          have_select_ = true;
+          phase_ = Phase::ask;
+        }
+        break;
+      case Phase::send:
+        if (!flush(need)) return need;
+        phase_ = after_send_;
+        break;
+      case Phase::await_geometry:
+        if (!await_answer(frame, need)) return need;
+        resolved(frame);
+        phase_ = next_missing_segment() ? Phase::send : Phase::plan;
+        break;
+      case Phase::await_segment:
+        if (!await_answer(frame, need)) return need;
+        if (frame.header.type == wire::Type::segment && frame.descriptors.size() == 1) {
+          try {
+            link_->add_segment(wanted_segment_, std::move(frame.descriptors[0]));
+          } catch (const Error& error) {
+            link_->give_up_map(error.what());
+          }
+        } else {
+          link_->give_up_map("the peer did not hand over a segment");
+        }
+        phase_ = next_missing_segment() ? Phase::send : Phase::plan;
+        break;
+      case Phase::plan:
+        give_lane();  // at a frame's end: what is thrown from here on leaves it whole
+        if (ask_.describe_only) {
+          choose_transport();
+          finish({}, 0, transport_);
+          return Need::done;
+        }
+        make_plan_now();
+        choose_transport();
+        if (ask_.resolve_only) {
+          finish({}, 0, transport_);
+          return Need::done;
+        }
+        if (transport_ == Transport::socket) {
+          phase_ = Phase::ask;
+        } else {
+          phase_ = Phase::copy;
+        }
+        break;
+      case Phase::copy:
+        if (!copy_one_sided()) {
+          choose_transport();
+          phase_ = transport_ == Transport::socket ? Phase::ask : Phase::copy;
+          break;
+        }
+        after_copy();
+        if (done()) return Need::done;
+        break;
+      case Phase::ask:
+        ask_for_stream();
+        if (phase_ == Phase::ask) return Need::lane;
+        break;
+      case Phase::stream:
+        need = stream();
+        if (need != Need::done || done()) return need;
+        break;
+      case Phase::await_consumed: {
+        if (!lane_) {
+          if (!take_lane(true)) return Need::lane;
+          wire::Writer request(wire::Type::consume, number());
+          const auto row = ask_.moves->source_row >= 0 ? ask_.moves->source_row : -1;
+          wire::put_target(request, ask_.target);
+          request.put(row).put(plan_->source_first).put(plan_->tensors);
+          begin_request(std::move(request), Phase::await_consumed);
+          break;
+        }
+        if (!await_answer(frame, need)) return need;
+        wire::Reader in(frame.body);
+        auto outcome = wire::get_outcome(in);
+        outcome.touched = touched_;
+        give_lane();
+        if (!outcome.ok()) throw Error(outcome);
+        finish({}, plan_->total(), transport_);
+        return Need::done;
+      }
+    }
+  }
+}
+
+bool Pull::will_not_wait(std::uint64_t bytes) {
+  if (one_sided() == 0) return false;
+  if (!source_ && ask_.keep) source_ = link_->kept(ask_.target);
+  if (!source_ || source_->consume || source_->geometry.kind != "host") return false;
+  if (source_->segments.empty() && source_->file_backed) return false;
+  try {
+    make_plan_now();
+  } catch (const Error&) {  // said by step()
+    return true;
+  }
+  return plan_->total() <= bytes;
+}
+
+// ---- the conversation
+
+void Pull::begin_request(wire::Writer request, Phase then) {
+  out_ = request.take();
+  out_sent_ = 0;
+  after_send_ = then;
+  phase_ = Phase::send;
+}
+
+bool Pull::flush(Need& need) {
+  while (!lane_->preface.empty() || out_sent_ < out_.size()) {
+    if (!lane_->preface.empty()) {
+      const long n = send_some(lane_->descriptor.get(), lane_->preface);
+      if (n < 0) throw Error({Kind::peer_lost, link_->label() + " closed a lane", touched_, true});
+      lane_->preface.erase(lane_->preface.begin(), lane_->preface.begin() + n);
+      if (n == 0) return need = Need::writable, false;
+      continue;
+    }
+    const long n = send_some(lane_->descriptor.get(), std::span(out_).subspan(out_sent_));
+    if (n < 0) throw Error({Kind::peer_lost, link_->label() + " closed a lane", touched_, true});
+    if (n == 0) return need = Need::writable, false;
+    out_sent_ += static_cast<std::size_t>(n);
+  }
+  return true;
+}
+
+bool Pull::await_answer(Frame& frame, Need& need) {
+  if (!in_) in_.emplace(wire::max_request_bytes);
+  switch (in_->read(lane_->descriptor.get(), frame)) {
+    case FrameBuffer::State::would_block: return need = Need::readable, false;
+    case FrameBuffer::State::lost: throw Error({Kind::peer_lost, link_->label() + " closed the lane of this pull", touched_, true});
+    case FrameBuffer::State::frame: break;
+  }
+  if (frame.header.operation != number()) throw wire::WireError("an answer to something that was not asked");
+  return true;
+}
+
+bool Pull::next_missing_segment() {
+  if (!source_->geometry.mappable() || (link_->transports(ask_.transports) & map_bit) == 0) return false;
+  for (const auto& tensor : source_->geometry.tensors) {
+    if (link_->segment(tensor.segment)) continue;
+    wanted_segment_ = tensor.segment;
+    wire::Writer request(wire::Type::fetch_segment, number());
+    request.put(tensor.segment);
+    begin_request(std::move(request), Phase::await_segment);
+    return true;
+  }
+  return false;
+}
+
+void Pull::resolved(Frame& frame) {
+  wire::Reader in(frame.body);
+  if (frame.header.type == wire::Type::ended) {
+    auto outcome = wire::get_outcome(in);
+    give_lane();
+    throw Error(outcome.ok() ? Outcome::fail(Kind::internal, "the peer resolved nothing") : outcome);
+  }
+  if (frame.header.type != wire::Type::geometry) throw wire::WireError("an answer of another kind than was asked for");
+  auto source = std::make_shared<Source>();
+  source->consume = (frame.header.flags & wire::flag_consume) != 0;
+  source->epoch = in.get<std::uint64_t>();
+  source->by_epoch = ask_.target.by != Target::By::id && ask_.target.by != Target::By::window;
+  source->key_row = in.get<std::int64_t>();
+  source->file_backed = in.get<std::uint8_t>() != 0;
+  source->windowed = in.get<std::uint8_t>() != 0;
+  source->window = wire::get_runs(in);
+  source->guards = wire::get_guards(in);
+  source->geometry = wire::get_geometry(in);
+  source_ = std::move(source);
+}
+
+// ---- planning
+
+void Pull::make_plan_now() {
+  if (!plan_) {
+    const auto& source = *source_;
+    auto plan = make_plan(source.geometry, ask_.destination.geometry(), *ask_.moves, source.key_row, ask_.mover_owns_destination);
+    if (source.windowed)
+      check_inside(source.window, units_of(*ask_.moves, source.geometry, source.key_row), source.geometry.label());
+    plan_ = std::make_shared<const Plan>(std::move(plan));
+  }
+  small_ = plan_->total() <= one_sided_inline_bytes;
+}
+
+void Pull::choose_transport() {
+  const auto usable = link_->transports(ask_.transports);
+  transport_ = Transport::socket;
+  if (source_->geometry.kind == "host") {
+    if ((usable & map_bit) != 0 && source_->geometry.mappable()) {
+      transport_ = Transport::map;
+      if (source_->segments.empty()) {
+        auto mapped = std::make_shared<Source>(*source_);
+        for (const auto& tensor : mapped->geometry.tensors) {
+          auto segment = link_->segment(tensor.segment);
+          if (!segment) break;
+          if (tensor.offset > segment->bytes() || mapped->geometry.tensor_extent() > segment->bytes() - tensor.offset)
+            throw Error(Kind::refused, "the peer described a tensor that lies outside its segment");
+          mapped->segments.push_back(std::move(segment));
+        }
+        if (mapped->segments.size() == mapped->geometry.tensors.size())
+          source_ = std::move(mapped);
+        else
+          transport_ = Transport::socket;
+      }
+    }
+    if (transport_ != Transport::map && (usable & cma_bit) != 0 && !source_->file_backed) transport_ = Transport::cma;
+  }
+  if (transport_ == Transport::socket && (usable & socket_bit) == 0)
+    throw Error(Kind::unsupported, ask_.target.label() + " cannot be pulled by the transports that are allowed: it is " +
+                                       source_->geometry.kind + " memory" +
+                                       (source_->geometry.mappable() ? "" : ", owned by its caller") + "; allow socket");
+  if (transport_ != Transport::socket && ask_.keep && !source_->consume && !ask_.source) link_->keep(ask_.target, source_);
+}
+
+// ---- one-sided
+
+// Its guards alone: a table epoch that has moved on says nothing about bytes that are still the cache's.
+bool Pull::source_stands() const noexcept {
+  for (const auto& guard : source_->guards)
+    if (!link_->peer.page->alive(guard)) return false;
+  return true;
+}
+
+bool Pull::copy_one_sided() {
+  if (!source_stands()) throw Error(gone());
+  fall_back_ = false;
+  cursor_.emplace(*plan_);
+  {
+    const std::lock_guard lock(pieces_mutex_);
+    pieces_open_ = true;
+  }
+  const auto total = plan_->total();
+  if (total > one_sided_inline_bytes) {
+    const auto hands = static_cast<unsigned>(std::min<std::uint64_t>(engine_.crew.helpers(), total / one_sided_inline_bytes));
+    engine_.crew.ask_for_help(shared_from_this(), hands);
+  }
+  work();
+  {
+    const std::lock_guard lock(pieces_mutex_);
+    pieces_open_ = false;  // who comes now to help has come too late
+  }
+  for (int inside = inside_.load(std::memory_order_acquire); inside != 0; inside = inside_.load(std::memory_order_acquire))
+    inside_.wait(inside, std::memory_order_acquire);  // each is in the middle of one piece
+  touched_ |= any_bytes_.load(std::memory_order_relaxed);
+  if (fall_back_) {
+    failed_.store(false);
+    return false;
+  }
+  if (failed_.load(std::memory_order_acquire)) {
+    failure_.touched = touched_;
+    throw Error(failure_);
+  }
+  // Everything was copied; is it the owner's, and did it still stand? Only now, after the last byte.
+  std::atomic_thread_fence(std::memory_order_acquire);
+  if (!source_stands()) throw Error(gone());
+  if (link_->peer_process_ended())
+    throw Error({Kind::peer_lost, "the process of " + link_->label() + " has ended", touched_, true});
+  return true;
+}
+
+void Pull::help() {
+  {
+    const std::lock_guard lock(pieces_mutex_);
+    if (!pieces_open_) return;
+    inside_.fetch_add(1, std::memory_order_relaxed);
+  }
+  work();
+  if (inside_.fetch_sub(1, std::memory_order_release) == 1) inside_.notify_all();
+}
+
+void Pull::work() noexcept {
+  for (;;) {
+    std::optional<PlanCursor> piece;
+    std::uint64_t bytes = 0;
+    {
+      const std::lock_guard lock(pieces_mutex_);
+      if (failed_.load(std::memory_order_relaxed) || cursor_->done()) return;
+      piece = cursor_->split(piece_bytes, spans_per_piece, bytes);
+    }
+    auto outcome = must_stop() ? stop_reason() : copy_piece(*piece, bytes);
+    if (outcome.ok()) continue;
+    const std::lock_guard lock(pieces_mutex_);
+    if (!failed_.load(std::memory_order_relaxed)) {
+      failure_ = std::move(outcome);
+      failed_.store(true, std::memory_order_release);
+    }
+    return;
+  }
+}
+
+Outcome Pull::copy_piece(PlanCursor piece, std::uint64_t bytes) noexcept {
+  if (!source_stands()) return gone();
+  const Entered entered(engine_.guards, ask_.destination.guards);
+  if (!entered)
+    return {Kind::not_found, subject() + " was unregistered, or its window closed, while a transfer was writing to it", touched_, true};
+  any_bytes_.store(true, std::memory_order_relaxed);
+  return transport_ == Transport::map ? copy_by_map(piece, bytes) : copy_by_cma(piece, bytes);
+}
+
+Outcome Pull::copy_by_map(PlanCursor piece, std::uint64_t bytes) noexcept {
+  const auto& from = source_->geometry.tensors;
+  const auto& to = ask_.destination.geometry().tensors;
+  const bool streaming = plan_->total() >= stream_from_bytes;
+  Copier* copier = copier_of(ask_.destination.kind);
+  const auto end = piece.position() + bytes;
+  auto span = piece.next(bytes);
+  for (;;) {
+    const auto left = end - piece.position();
+    PlanCursor::Span following{};
+    if (left != 0) following = piece.next(left);
+    const auto source_tensor = plan_->source_first + span.tensor;
+    auto& segment = *source_->segments[source_tensor];
+    const auto offset = from[source_tensor].offset + span.source;
+    const auto address = to[plan_->destination_first + span.tensor].address + span.destination;
+    if (copier == nullptr) {
+      if (left != 0) {
+        const auto next_tensor = plan_->source_first + following.tensor;
+        expect_copy(reinterpret_cast<void*>(to[plan_->destination_first + following.tensor].address + following.destination),
+                    source_->segments[next_tensor]->data() + from[next_tensor].offset + following.source, following.bytes);
+      }
+      if (!segment.copy(reinterpret_cast<void*>(address), offset, span.bytes, streaming))
+        return Outcome::fail(Kind::refused, "the peer described a tensor that lies outside its segment");
+    } else {
+      thread_local std::vector<std::byte> staging;
+      staging.resize(span.bytes);
+      if (!segment.copy(staging.data(), offset, span.bytes, false) || !copier->write(address, staging.data(), span.bytes))
+        return Outcome::fail(Kind::invalid_argument, subject() + " is not memory of its kind");
+    }
+    if (left == 0) return {};
+    span = following;
+  }
+}
+
+// The first and the last element of each vector is the owner's identity word: if both are what it told us in the local
+// step, everything between was read from its memory too, whatever process has its pid by now.
+Outcome Pull::copy_by_cma(PlanCursor piece, std::uint64_t bytes) noexcept {
+  iovec local[spans_per_piece + 2], remote[spans_per_piece + 2];
+  std::uint64_t words[2] = {0, 0};
+  Copier* copier = copier_of(ask_.destination.kind);
+  thread_local std::vector<std::byte> staging;
+  if (copier != nullptr) staging.resize(bytes);
+  const auto& from = source_->geometry.tensors;
+  const auto& to = ask_.destination.geometry().tensors;
+  void* const word_address = reinterpret_cast<void*>(link_->peer.identity_address);
+
+  std::size_t n = 0;
+  local[n] = {&words[0], sizeof(std::uint64_t)};
+  remote[n++] = {word_address, sizeof(std::uint64_t)};
+  const auto start = piece.position();
+  for (auto walk = piece; walk.position() - start < bytes; ++n) {
+    const auto at = walk.position() - start;
+    const auto span = walk.next(bytes - at);
+    remote[n] = {reinterpret_cast<void*>(from[plan_->source_first + span.tensor].address + span.source), span.bytes};
+    local[n] = {copier == nullptr
+                    ? reinterpret_cast<void*>(to[plan_->destination_first + span.tensor].address + span.destination)
+                    : static_cast<void*>(staging.data() + at),
+                span.bytes};
+  }
+  local[n] = {&words[1], sizeof(std::uint64_t)};
+  remote[n++] = {word_address, sizeof(std::uint64_t)};
+
+  const auto wanted = static_cast<ssize_t>(bytes + 2 * sizeof(std::uint64_t));
+  const ssize_t got = ::process_vm_readv(static_cast<pid_t>(link_->peer.credentials.pid), local, n, remote, n, 0);
+  if (got < 0 && (errno == EPERM || errno == ENOSYS)) {
+    link_->give_up_cma(std::string("process_vm_readv was refused: ") + std::strerror(errno));
+    fall_back_ = true;
+    return Outcome::fail(Kind::unsupported, "cma was refused");
+  }
+  const auto word = link_->peer.identity_value;
+  if (got < static_cast<ssize_t>(sizeof(std::uint64_t)) || words[0] != word || (got == wanted && words[1] != word))
+    return {Kind::peer_lost, "the process of " + link_->label() + " has ended or has become another program", true, true};
+  if (got != wanted) {
+    // It stopped at the first address that is not mapped, here or there. Ours were found mapped at first use.
+    auto missing = static_cast<std::uint64_t>(got) - sizeof(std::uint64_t);
+    auto walk = piece;
+    auto span = walk.next(bytes);
+    while (missing >= span.bytes && walk.position() - start < bytes) {
+      missing -= span.bytes;
+      span = walk.next(bytes);
+    }
+    return {Kind::invalid_argument,
+            sentence("tensor ", plan_->source_first + span.tensor, " of ", source_->geometry.label(), " is not mapped at ", link_->label()),
+            true, true};
+  }
+  if (copier != nullptr) {
+    for (auto walk = piece; walk.position() - start < bytes;) {
+      const auto at = walk.position() - start;
+      const auto span = walk.next(bytes - at);
+      if (!copier->write(to[plan_->destination_first + span.tensor].address + span.destination, staging.data() + at, span.bytes))
+        return Outcome::fail(Kind::invalid_argument, subject() + " is not memory of its kind");
+    }
+  }
+  return {};
+}
+
+void Pull::after_copy() {
+  if (source_->consume) {
+    phase_ = Phase::await_consumed;
+    return;
+  }
+  finish({}, plan_->total(), transport_);
+}
+
+// ---- the stream
+
+void Pull::ask_for_stream() {
+  small_ = plan_->total() <= one_sided_inline_bytes;
+  if (lane_ && lane_->small && !small_) give_lane();
+  if (!take_lane(small_)) return;
+  if (!have_select_) select_ = select_of(*plan_, *ask_.moves, source_->geometry);
+  transport_ = Transport::socket;
+  cursor_.emplace(*plan_);
+  in_.reset();
+  wire::Writer request(wire::Type::pull, number());
+  request.put(static_cast<std::uint32_t>(std::min<std::int64_t>(deadline_.left_ms(), UINT32_MAX)));
+  wire::put_guards(request, ask_.source && !ask_.mover_owns_destination ? ask_.source->guards : std::vector<Guard>{});
+  wire::put_target(request, ask_.target);
+  wire::put_select(request, select_);
+  begin_request(std::move(request), Phase::stream);
+}
+
+Need Pull::stream() {
+  Need need = Need::done;
+  const int fd = lane_->descriptor.get();
+  for (;;) {
+    if (must_stop()) throw Error(stop_reason());
+    if (piece_left_ > 0) {
+      if (!receive_payload(need)) return need;
+      continue;
+    }
+    if (header_have_ < sizeof header_) {
+      const long n = receive_some(fd, {reinterpret_cast<std::uint8_t*>(&header_) + header_have_, sizeof header_ - header_have_});
+      if (n < 0) throw Error({Kind::peer_lost, link_->label() + " closed the lane of this " + verb(), touched_, true});
+      if (n == 0) return Need::readable;
+      header_have_ += static_cast<std::size_t>(n);
+      continue;
+    }
+    if (header_.operation != number()) throw wire::WireError("bytes of another operation");
+    if (header_.type == wire::Type::piece) {
+      const auto left = plan_->total() - cursor_->position();
+      if (header_.offset != cursor_->position() || header_.body_bytes == 0 || header_.body_bytes > wire::max_piece_bytes ||
+          header_.body_bytes > left)
+        throw wire::WireError("a piece that was not asked for");
+      piece_left_ = header_.body_bytes;
+      header_have_ = 0;
+      continue;
+    }
+    if (header_.type != wire::Type::ended || header_.body_bytes > wire::max_control_bytes)
+      throw wire::WireError("neither a piece nor an end");
+    if (tail_.empty()) tail_.resize(header_.body_bytes);
+    while (tail_have_ < tail_.size()) {
+      const long n = receive_some(fd, std::span(tail_).subspan(tail_have_));
+      if (n < 0) throw Error({Kind::peer_lost, link_->label() + " closed the lane of this " + verb(), touched_, true});
+      if (n == 0) return Need::readable;
+      tail_have_ += static_cast<std::size_t>(n);
+    }
+    wire::Reader in(tail_);
+    auto outcome = wire::get_outcome(in);
+    outcome.touched = touched_;
+    give_lane();  // both sides are at a frame's end
+    if (!outcome.ok()) throw Error(outcome);
+    if (cursor_->position() != plan_->total()) throw wire::WireError("an end before all bytes came");
+    if ((header_.flags & wire::flag_consume) != 0) {
+      phase_ = Phase::await_consumed;
+      return Need::done;
+    }
+    finish({}, plan_->total(), Transport::socket);
+    return Need::done;
+  }
+}
+
+// Straight into the destination's spans, and the next header with the last of them.
+bool Pull::receive_payload(Need& need) {
+  const auto& to = ask_.destination.geometry().tensors;
+  Copier* copier = copier_of(ask_.destination.kind);
+  iovec iov[spans_per_receive + 1];
+  std::size_t n = 0;
+  std::uint64_t bytes = 0;
+  const auto most = std::min(piece_left_, bytes_per_receive);
+  auto walk = *cursor_;
+  if (copier != nullptr) {
+    staging_.resize(bytes_per_receive);
+    iov[n++] = {staging_.data(), most};
+    bytes = most;
+  } else {
+    for (; n < spans_per_receive && bytes < most; ++n) {
+      const auto span = walk.next(most - bytes);
+      iov[n] = {reinterpret_cast<void*>(to[plan_->destination_first + span.tensor].address + span.destination), span.bytes};
+      bytes += span.bytes;
+    }
+  }
+  if (bytes == piece_left_) iov[n++] = {reinterpret_cast<std::uint8_t*>(&header_), sizeof header_};
+  msghdr message{};
+  message.msg_iov = iov;
+  message.msg_iovlen = n;
+  ssize_t got;
+  {
+    const Entered entered(engine_.guards, ask_.destination.guards);
+    if (!entered)
+      throw Error({Kind::not_found, subject() + " was unregistered, or its window closed, while a transfer was writing to it", touched_, true});
+    do got = ::recvmsg(lane_->descriptor.get(), &message, MSG_DONTWAIT);
+    while (got < 0 && errno == EINTR);
+    if (got > 0) touched_ = true;
+    if (got > 0 && copier != nullptr) {
+      auto left = std::min<std::uint64_t>(static_cast<std::uint64_t>(got), bytes);
+      for (std::uint64_t at = 0; left > 0;) {
+        const auto span = walk.next(left);
+        if (!copier->write(to[plan_->destination_first + span.tensor].address + span.destination, staging_.data() + at, span.bytes))
+          throw Error({Kind::invalid_argument, subject() + " is not memory of its kind", true, true});
+        at += span.bytes;
+        left -= span.bytes;
+      }
+    }
+  }
+  if (got < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return need = Need::readable, false;
+  if (got < 0 && errno == EFAULT) throw Error({Kind::invalid_argument, subject() + " is not mapped any more", touched_, true});
+  if (got <= 0) throw Error({Kind::peer_lost, link_->label() + " closed the lane of this " + verb(), touched_, true});
+  auto payload = std::min<std::uint64_t>(static_cast<std::uint64_t>(got), bytes);
+  header_have_ = static_cast<std::size_t>(got) - payload;
+  piece_left_ -= payload;
+  while (payload > 0) payload -= cursor_->next(payload).bytes;
+  return true;
+}
+
+void Pull::ended() noexcept {
+  auto& count = result().outcome.ok() ? link_->pulls : link_->failures;
+  count.fetch_add(1, std::memory_order_relaxed);
+  link_->bytes_pulled.fetch_add(result().bytes, std::memory_order_relaxed);
+}
+
+// ---- prepared
+
+PreparedPull::PreparedPull(Engine& engine, std::shared_ptr<Link> link, PullAsk ask, Deadline deadline)
+    : engine_(engine), link_(std::move(link)), ask_(std::move(ask)) {
+  resolve(deadline);
+}
+
+void PreparedPull::resolve(Deadline deadline) {
+  auto ask = ask_;
+  ask.resolve_only = true;
+  const auto operation = std::make_shared<Pull>(engine_, link_, deadline, std::move(ask), "prepare");
+  const auto result = operation->run_here();
+  if (!result.outcome.ok()) throw Error(result.outcome, link_->label(), operation->subject(), "prepare");
+  const std::lock_guard lock(mutex_);
+  // A consumable key is resolved each time, and a stream by its owner.
+  const bool keep = result.transport != Transport::socket && !operation->source()->consume;
+  source_ = keep ? operation->source() : nullptr;
+  plan_ = keep ? operation->plan() : nullptr;
+}
+
+std::shared_ptr<Pull> PreparedPull::operation(Deadline deadline) {
+  auto ask = ask_;
+  std::shared_ptr<const Plan> plan;
+  {
+    const std::lock_guard lock(mutex_);
+    // Out of date: resolved anew, which finds the cache, another of its name, or nothing.
+    if (source_ && link_->stands(*source_)) {
+      ask.source = source_;
+      plan = plan_;
+    }
+  }
+  auto operation = std::make_shared<Pull>(engine_, link_, deadline, std::move(ask));
+  if (plan) operation->use_plan(std::move(plan));
+  return operation;
+}
+
+}  // namespace kvferry

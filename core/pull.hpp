@@ -1,0 +1,129 @@
+// A pull: bytes of a cache at the peer into a cache of this node, by the transport that suits both.
+//
+//   begin -> [resolve the target at the owner, fetch segments] -> plan -> copy one-sided (map, cma)
+//                                                                      -> or ask for a stream (socket)
+//         -> [tell the owner that a key was consumed] -> done
+// The receiving of a push is the same thing, whose source the pusher has described.
+#pragma once
+
+#include <optional>
+
+#include "link.hpp"
+
+namespace kvferry {
+
+// Where a pull writes: a cache of this node, or (a push by addresses) places in several.
+struct Destination {
+  std::vector<std::shared_ptr<Cache>> caches;  // kept alive; guards and kinds are theirs
+  std::optional<Geometry> composed;            // by addresses
+  std::vector<Guard> guards;
+  KindId kind = host_kind;
+
+  const Geometry& geometry() const noexcept { return composed ? *composed : caches.front()->geometry; }
+};
+
+struct PullAsk {
+  Target target;
+  Destination destination;
+  std::shared_ptr<const Moves> moves;
+  unsigned transports = 7;
+  std::shared_ptr<const Source> source;  // known already (prepared, pushed); else resolved
+  bool mover_owns_destination = true;
+  bool keep = true;                      // the resolution may be kept on the link
+  bool resolve_only = false;             // to prepare: nothing is copied
+  bool describe_only = false;            // to describe: there is no destination
+};
+
+class Pull : public Operation {
+ public:
+  Pull(Engine& engine, std::shared_ptr<Link> link, Deadline deadline, PullAsk ask, const char* verb = "pull");
+  void help() override;
+  std::string subject() const override;
+  const std::shared_ptr<const Source>& source() const noexcept { return source_; }
+  const std::shared_ptr<const Plan>& plan() const noexcept { return plan_; }
+  // Whether it will run to its end on this thread without an answer from anybody and copies at most that much: then
+  // its caller need not step aside for others meanwhile. To be asked before it runs.
+  bool will_not_wait(std::uint64_t bytes);
+  void use_plan(std::shared_ptr<const Plan> plan) { plan_ = std::move(plan); }  // before it runs
+
+ protected:
+  Need step() override;
+  void ended() noexcept override;
+
+ private:
+  enum class Phase { begin, send, await_geometry, await_segment, plan, copy, ask, stream, await_consumed };
+
+  unsigned one_sided() const noexcept;
+  void begin_request(wire::Writer request, Phase then);
+  bool flush(Need& need);                      // the request in out_
+  bool await_answer(Frame& frame, Need& need);  // one frame on the lane
+  bool next_missing_segment();
+  void resolved(Frame& frame);
+  void make_plan_now();
+  void choose_transport();
+  bool copy_one_sided();  // false: go on by another transport
+  void work() noexcept;
+  Outcome copy_piece(PlanCursor piece, std::uint64_t bytes) noexcept;
+  Outcome copy_by_map(PlanCursor piece, std::uint64_t bytes) noexcept;
+  Outcome copy_by_cma(PlanCursor piece, std::uint64_t bytes) noexcept;
+  bool source_stands() const noexcept;
+  void ask_for_stream();
+  Need stream();
+  bool receive_payload(Need& need);
+  void after_copy();
+  Outcome gone() const;
+
+  PullAsk ask_;
+  std::shared_ptr<const Source> source_;
+  std::shared_ptr<const Plan> plan_;
+  SourceSelect select_;
+  bool have_select_ = false;
+  Transport transport_ = Transport::none;
+  Phase phase_ = Phase::begin, after_send_ = Phase::begin;
+  bool small_ = true;
+
+  // the conversation on the lane
+  std::vector<std::uint8_t> out_;
+  std::size_t out_sent_ = 0;
+  std::optional<FrameBuffer> in_;
+  std::uint32_t wanted_segment_ = 0;
+
+  // the stream
+  wire::Header header_{};
+  std::size_t header_have_ = 0;
+  std::uint64_t piece_left_ = 0;
+  std::vector<std::uint8_t> tail_;
+  std::size_t tail_have_ = 0;
+  std::optional<PlanCursor> cursor_;
+  std::vector<std::uint8_t> staging_;
+
+  // the one-sided copy, shared with helpers
+  std::mutex pieces_mutex_;
+  bool pieces_open_ = false;
+  std::atomic<int> inside_{0};
+  std::atomic<bool> failed_{false};
+  std::atomic<bool> any_bytes_{false};
+  Outcome failure_;
+  bool fall_back_ = false;
+};
+
+// A pull with everything resolved and planned that can be: run it again and again, from any thread.
+class PreparedPull {
+ public:
+  PreparedPull(Engine& engine, std::shared_ptr<Link> link, PullAsk ask, Deadline deadline);  // resolves; throws Error
+  std::shared_ptr<Pull> operation(Deadline deadline);  // the next run of it
+
+ private:
+  void resolve(Deadline deadline);
+  Engine& engine_;
+  std::shared_ptr<Link> link_;
+  PullAsk ask_;
+  std::mutex mutex_;
+  std::shared_ptr<const Source> source_;
+  std::shared_ptr<const Plan> plan_;
+};
+
+// The local cache as a destination. Throws Error(not_found).
+Destination destination_cache(Engine& engine, std::uint64_t cache_id);
+
+}  // namespace kvferry

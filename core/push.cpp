@@ -1,0 +1,185 @@
+#include "push.hpp"
+
+#include "sentence.hpp"
+#include "serve.hpp"
+
+namespace kvferry {
+
+namespace {
+// So that the receiver's own deadline passes first and its answer, which says that it has stopped, still comes in time.
+std::int64_t told_ms(const Deadline& deadline) {
+  const auto left = deadline.left_ms();
+  return std::min<std::int64_t>(left - std::min<std::int64_t>(left / 10, 50), UINT32_MAX);
+}
+// A layer push waits for its next layer without a deadline of its own.
+constexpr std::int64_t far_ns = INT64_MAX / 2;
+}  // namespace
+
+Push::Push(Engine& engine, std::shared_ptr<Link> link, Deadline deadline, PushAsk ask)
+    : Operation(engine, std::move(link), deadline, "push"), ask_(std::move(ask)), guard_(engine.guards.open()) {}
+
+Push::~Push() { engine_.guards.end(guard_); }
+
+Need Push::step() {
+  const Need need = converse(ask_.target, ask_.moves->source_tensors, ask_.moves->destination_tensors);
+  if (need == Need::done) finish({}, bytes_, transport_);
+  return need;
+}
+
+Need Push::converse(const Target& target, const TensorRange& source, const TensorRange& destination) {
+  if (must_stop()) give_up(stop_reason());
+  if (!asked_) {
+    if (out_.empty()) {
+      engine_.check_readable(*ask_.source);
+      if (!engine_.guards.alive(ask_.source->guard)) throw Error(Kind::not_found, subject() + " does not exist any more");
+    }
+    const auto units = ask_.moves->form == Moves::Form::blocks ? ask_.moves->units : std::uint64_t{1};
+    const auto tensors = source.count >= 0 ? static_cast<std::uint64_t>(source.count) : ask_.source->geometry.tensors.size();
+    const bool whole = ask_.moves->form == Moves::Form::whole;
+    const bool small = !whole && units * ask_.source->geometry.unit_bytes * tensors <= one_sided_inline_bytes;
+    if (!take_lane(small)) return Need::lane;
+    wire::Writer request(wire::Type::push, number());
+    request.put(static_cast<std::uint32_t>(std::max<std::int64_t>(told_ms(deadline_), 1)));
+    request.put(static_cast<std::uint8_t>(ask_.transports & engine_.options.transports));
+    wire::put_target(request, target);
+    request.put(static_cast<std::uint8_t>(ask_.source->file_backed.load()));
+    wire::put_guards(request, {ask_.source->guard, guard_});
+    wire::put_geometry(request, ask_.source->geometry);
+    wire::put_moves(request, *ask_.moves, source, destination);
+    if (request.body_bytes() > wire::max_request_bytes)
+      throw Error(Kind::invalid_argument, "the block lists of one push are too long; push them in several calls");
+    out_ = request.take();
+    out_sent_ = 0;
+    asked_ = true;
+    in_.emplace(wire::max_control_bytes);
+  }
+  while (!lane_->preface.empty() || out_sent_ < out_.size()) {
+    const bool preface = !lane_->preface.empty();
+    if (!preface && out_sent_ == 0) announce_segments();
+    const long n = send_some(lane_->descriptor.get(), preface ? std::span<const std::uint8_t>(lane_->preface) : std::span<const std::uint8_t>(out_).subspan(out_sent_));
+    if (n < 0) give_up({Kind::peer_lost, link_->label() + " closed a lane", false, true});
+    if (n == 0) return Need::writable;
+    if (preface)
+      lane_->preface.erase(lane_->preface.begin(), lane_->preface.begin() + n);
+    else
+      out_sent_ += static_cast<std::size_t>(n);
+  }
+  Frame frame;
+  switch (in_->read(lane_->descriptor.get(), frame)) {
+    case FrameBuffer::State::would_block: return Need::readable;
+    case FrameBuffer::State::lost: give_up({Kind::peer_lost, link_->label() + " closed the lane of this push", false, true});
+    case FrameBuffer::State::frame: break;
+  }
+  if (frame.header.operation != number()) throw wire::WireError("an answer to something that was not asked");
+  auto answer = read_ended(frame);
+  give_lane();
+  asked_ = false;
+  out_.clear();
+  touched_ |= answer.outcome.touched || answer.bytes > 0;
+  if (!answer.outcome.ok()) throw Error(answer.outcome);
+  bytes_ += answer.bytes;
+  transport_ = answer.transport;
+  return Need::done;
+}
+
+// A receiver on this host maps what the cache lies in; it gets the descriptors ahead of the request, once per link.
+void Push::announce_segments() {
+  if (!link_->peer.page || !ask_.source->geometry.mappable()) return;
+  for (const auto& place : ask_.source->places) {
+    if (!link_->announce(place.segment->id())) continue;
+    wire::Writer frame(wire::Type::segment_made, number());
+    frame.put(place.segment->id());
+    const int fd = place.segment->descriptor();
+    const auto bytes = frame.take();
+    const long n = send_some(lane_->descriptor.get(), bytes, {&fd, 1});
+    if (n == static_cast<long>(bytes.size())) continue;
+    link_->forget_announcement(place.segment->id());
+    if (n > 0) throw Error(Kind::peer_lost, link_->label() + " does not read its lane");
+    return;  // its buffer is full: this push goes by another transport
+  }
+}
+
+void Push::give_up(Outcome why) {
+  engine_.guards.end(guard_);  // nothing is read on its behalf any more
+  if (asked_) {
+    why.touched = true;
+    // A dead process writes nothing; of any other nothing is known until its own deadline has passed.
+    why.settled = link_->peer_process_ended();
+  } else {
+    why.touched = touched_;
+  }
+  throw Error(std::move(why));
+}
+
+void Push::ended() noexcept {
+  engine_.guards.end(guard_);
+  auto& count = result().outcome.ok() ? link_->pushes : link_->failures;
+  count.fetch_add(1, std::memory_order_relaxed);
+  link_->bytes_pushed.fetch_add(result().bytes, std::memory_order_relaxed);
+}
+
+LayerPush::LayerPush(Engine& engine, std::shared_ptr<Link> link, PushAsk ask, std::vector<std::uint32_t> layers,
+                     std::vector<std::uint32_t> destination_layers, std::uint32_t tensors_per_layer, std::int64_t timeout_ms)
+    : Push(engine, std::move(link), Deadline{far_ns}, std::move(ask)),
+      layers_(std::move(layers)),
+      destination_layers_(std::move(destination_layers)),
+      tensors_per_layer_(tensors_per_layer),
+      timeout_ms_(timeout_ms),
+      ready_ns_(layers_.size(), 0) {
+  const auto tensors = ask_.source->geometry.tensors.size();
+  if (tensors_per_layer_ == 0) throw Error(Kind::invalid_argument, "a layer has at least one tensor");
+  if (layers_.size() != destination_layers_.size())
+    throw Error(Kind::invalid_argument, sentence(layers_.size(), " source layers for ", destination_layers_.size(), " destination layers"));
+  for (const auto layer : layers_)
+    if ((std::uint64_t{layer} + 1) * tensors_per_layer_ > tensors)
+      throw Error(Kind::invalid_argument, sentence("layer ", layer, " of ", subject(), " does not exist: it has ", tensors, " tensors, ",
+                                                   tensors_per_layer_, " a layer"));
+  if (ask_.target.by == Target::By::addresses && ask_.target.addresses.size() != layers_.size() * tensors_per_layer_)
+    throw Error(Kind::invalid_argument, sentence(ask_.target.addresses.size(), " addresses for ", layers_.size(), " layers of ", tensors_per_layer_, " tensors"));
+}
+
+void LayerPush::layer_ready(std::uint32_t layer) {
+  bool known = false;
+  {
+    const std::lock_guard lock(ready_mutex_);
+    for (std::size_t i = 0; i < layers_.size(); ++i) {
+      if (layers_[i] != layer) continue;
+      known = true;
+      if (ready_ns_[i] == 0) ready_ns_[i] = now_ns();
+    }
+  }
+  if (!known) throw Error(Kind::invalid_argument, sentence("layer ", layer, " is not one of this push"));
+  schedule();
+}
+
+Need LayerPush::step() {
+  for (;;) {
+    if (next_ == layers_.size()) {
+      finish({}, bytes_, transport_);
+      return Need::done;
+    }
+    std::int64_t ready;
+    {
+      const std::lock_guard lock(ready_mutex_);
+      ready = ready_ns_[next_];
+    }
+    if (ready == 0) {
+      set_deadline({far_ns});
+      if (must_stop()) give_up(stop_reason());
+      return Need::nothing_yet;
+    }
+    set_deadline({ready + timeout_ms_ * 1'000'000});
+    Target target = ask_.target;
+    TensorRange destination{destination_layers_[next_] * tensors_per_layer_, tensors_per_layer_};
+    if (target.by == Target::By::addresses) {
+      const auto begin = ask_.target.addresses.begin() + static_cast<std::ptrdiff_t>(next_ * tensors_per_layer_);
+      target.addresses.assign(begin, begin + tensors_per_layer_);
+      destination = {0, tensors_per_layer_};
+    }
+    const Need need = converse(target, {layers_[next_] * tensors_per_layer_, tensors_per_layer_}, destination);
+    if (need != Need::done) return need;
+    ++next_;
+  }
+}
+
+}  // namespace kvferry

@@ -1,0 +1,558 @@
+#include "registry.hpp"
+
+#include <algorithm>
+#include <cstring>
+#include <limits>
+#include <mutex>
+
+#include "error.hpp"
+#include "sentence.hpp"
+
+namespace kvferry {
+namespace {
+
+constexpr std::int64_t longest_ttl_ms = std::int64_t{10} * 365 * 24 * 3600 * 1000;
+constexpr std::int64_t revisit_ns = 2'000'000;  // a window whose time is up while somebody is inside with a piece in hand
+
+std::string hex_of(std::string_view bytes) {
+  constexpr char digits[] = "0123456789abcdef";
+  std::string out;
+  for (const char c : bytes.substr(0, 6)) {
+    out += digits[static_cast<unsigned char>(c) >> 4];
+    out += digits[static_cast<unsigned char>(c) & 15];
+  }
+  return out;
+}
+
+[[noreturn]] void not_found(const Target& target) {
+  throw Error(Kind::not_found, sentence(target.label(), " does not exist (any more)"));
+}
+
+std::string key_label(const Key& key) {
+  switch (key.space) {
+    case Key::Space::request: return sentence("request ", key.id, " of model ", key.model);
+    case Key::Space::prefix: return sentence("prefix ", key.id, " of model ", key.model);
+    case Key::Space::blocks: return sentence("the blocks key of model ", key.model);
+  }
+  return "a key";
+}
+
+std::optional<Key> key_of(const Target& target) {
+  switch (target.by) {
+    case Target::By::request: return Key{Key::Space::request, target.id, target.model};
+    case Target::By::prefix: return Key{Key::Space::prefix, target.id, target.model};
+    case Target::By::blocks_key: return Key{Key::Space::blocks, 0, target.model};
+    default: return std::nullopt;
+  }
+}
+
+// 12 random bytes and the slot: never the name of another window of this node, hard to guess, opaque to everybody.
+std::string new_window_name(const Guard& guard) {
+  std::string name(16, '\0');
+  random_bytes(name.data(), 12);
+  std::memcpy(name.data() + 12, &guard.slot, 4);
+  return name;
+}
+
+// Whether bytes [offset, offset + bytes) of a tensor are the tensor's own: not the gaps between its units.
+bool covers(const Geometry& geometry, std::uint64_t offset, std::uint64_t bytes) {
+  const std::uint64_t extent = geometry.tensor_extent();
+  if (offset >= extent || bytes > extent - offset) return false;
+  return geometry.stride_bytes == geometry.unit_bytes || offset % geometry.stride_bytes + bytes <= geometry.unit_bytes;
+}
+
+}  // namespace
+
+std::string Target::label() const {
+  if (const auto key = key_of(*this)) return key_label(*key);
+  switch (by) {
+    case By::name: return sentence("name '", name, "'");
+    case By::window: return sentence("window ", hex_of(name));
+    case By::addresses: return sentence(addresses.size(), " addresses");
+    default: return sentence("cache ", id);
+  }
+}
+
+Registry::~Registry() { close(); }
+
+void Registry::check_open_locked() const {
+  if (closed_) throw Error(Kind::closed, "this node is closed");
+}
+
+void Registry::create_pool(std::size_t size_bytes, unsigned page_shift, std::size_t segment_bytes) {
+  std::unique_lock lock(mutex_);
+  check_open_locked();
+  if (pool_) throw Error(Kind::exists, sentence("this node has a pool of ", pool_->size_bytes(), " bytes already"));
+  pool_ = std::make_unique<Pool>(size_bytes, page_shift, segment_bytes, 1);
+}
+
+// --- registering -----------------------------------------------------------------------------------------------------
+
+std::shared_ptr<Cache> Registry::add(Geometry geometry, KindId kind, const std::vector<std::optional<Key>>& keys) {
+  auto cache = std::make_shared<Cache>();
+  cache->geometry = std::move(geometry);
+  cache->geometry.cache_id = next_id();
+  cache->geometry.kind = kind_by_id(kind);
+  cache->kind = kind;
+  cache->geometry.check();
+  return publish(std::move(cache), keys);
+}
+
+std::shared_ptr<Cache> Registry::allocate(std::string name, Layout layout, std::uint32_t tensors,
+                                          std::uint64_t unit_bytes, std::uint64_t count,
+                                          const std::vector<std::optional<Key>>& keys) {
+  auto cache = std::make_shared<Cache>();
+  Geometry& geometry = cache->geometry;
+  geometry.cache_id = next_id();
+  geometry.name = std::move(name);
+  geometry.layout = layout;
+  geometry.unit_bytes = geometry.stride_bytes = unit_bytes;
+  geometry.count = count;
+  geometry.tensors.assign(tensors, TensorPlace{1, 1, 0});
+  geometry.check();  // all but the places
+  cache->allocated = true;
+  Pool* pool = nullptr;
+  {
+    std::shared_lock lock(mutex_);
+    pool = pool_.get();
+  }
+  if (pool == nullptr) {
+    throw Error(Kind::unsupported, sentence(geometry.label(), " cannot be allocated: this node has no pool (create one first)"));
+  }
+  cache->places = pool->allocate_many(tensors, geometry.tensor_extent());
+  const auto give_back = [&] {
+    for (const Place& place : cache->places) pool->release(place);
+  };
+  try {
+    for (std::uint32_t i = 0; i < tensors; ++i) {
+      const Place& place = cache->places[i];
+      geometry.tensors[i] = {place.address(), place.segment->id(), place.offset};
+    }
+    geometry.check();
+    cache->readable = cache->writable = true;
+    return publish(cache, keys);
+  } catch (...) {
+    give_back();
+    throw;
+  }
+}
+
+std::uint64_t Registry::next_id() {
+  std::unique_lock lock(mutex_);
+  check_open_locked();
+  return ++last_id_;
+}
+
+// Nothing of it can be seen before the lock is left, and nothing is left of it if it throws.
+std::shared_ptr<Cache> Registry::publish(std::shared_ptr<Cache> cache, const std::vector<std::optional<Key>>& keys) {
+  const Geometry& geometry = cache->geometry;
+  std::unique_lock lock(mutex_);
+  check_open_locked();
+  if (!geometry.name.empty()) {
+    if (const auto taken = names_.find(geometry.name); taken != names_.end()) {
+      throw Error(Kind::exists, sentence("the name '", geometry.name, "' is taken by cache ", taken->second));
+    }
+  }
+  if (cache->allocated) check_fresh_keys_locked(geometry, keys);
+  cache->guard = guards_.open();
+  try {
+    Entry& entry = caches_[geometry.cache_id];
+    entry.cache = cache;
+    if (!geometry.name.empty()) names_[geometry.name] = geometry.cache_id;
+    bind_keys_locked(entry, keys);
+    index_tensors_locked(cache);
+  } catch (...) {
+    if (const auto entry = caches_.find(geometry.cache_id); entry != caches_.end()) {
+      take_locked(entry);
+      ending_caches_.erase(geometry.cache_id);
+    }
+    guards_.end(cache->guard);  // nobody has seen it, so nobody is inside
+    throw;
+  }
+  guards_.bump_epoch();
+  return cache;
+}
+
+void Registry::check_fresh_keys_locked(const Geometry& geometry, const std::vector<std::optional<Key>>& keys) const {
+  if (keys.size() > geometry.count) {
+    throw Error(Kind::invalid_argument,
+                sentence(geometry.label(), " has ", geometry.count, " rows: ", keys.size(), " keys were given"));
+  }
+  std::set<Key> given;
+  for (const auto& key : keys) {
+    if (!key) continue;
+    if (!given.insert(*key).second) {
+      throw Error(Kind::invalid_argument, sentence(key_label(*key), " is named twice for ", geometry.label()));
+    }
+    if (const auto bound = keys_.find(*key); bound != keys_.end()) {
+      throw Error(Kind::invalid_argument, sentence(key_label(*key), " is bound to cache ", bound->second.cache_id));
+    }
+  }
+}
+
+void Registry::bind_keys_locked(Entry& entry, const std::vector<std::optional<Key>>& keys) {
+  const std::uint64_t id = entry.cache->geometry.cache_id;
+  for (std::size_t row = 0; row < keys.size(); ++row) {
+    if (!keys[row]) continue;
+    const Key& key = *keys[row];
+    entry.keys.push_back(key);
+    if (key.space == Key::Space::blocks) {
+      keys_[key] = {id, -1};
+      continue;
+    }
+    if (!keys_.emplace(key, Bound{id, static_cast<std::int64_t>(row)}).second) continue;  // the first one wins
+    if (key.space == Key::Space::request && entry.cache->allocated) {
+      entry.rows[row].request_key = key;
+      ++entry.request_keys;
+    }
+  }
+}
+
+void Registry::index_tensors_locked(const std::shared_ptr<Cache>& cache) {
+  longest_extent_ = std::max(longest_extent_, cache->geometry.tensor_extent());
+  for (std::size_t i = 0; i < cache->geometry.tensors.size(); ++i) {
+    tensors_.emplace(cache->geometry.tensors[i].address, std::pair{cache, static_cast<std::uint32_t>(i)});
+  }
+}
+
+void Registry::unindex_tensors_locked(const Cache& cache) {
+  for (const TensorPlace& place : cache.geometry.tensors) {
+    auto [it, end] = tensors_.equal_range(place.address);
+    while (it != end) it = it->second.first.get() == &cache ? tensors_.erase(it) : std::next(it);
+  }
+}
+
+// --- ending ----------------------------------------------------------------------------------------------------------
+//
+// In two steps: under the lock everything is taken out of the tables, so that nobody finds it any more, and the epoch is
+// changed, so that nobody goes on with what he had found before; then, outside the lock, the guards are ended, which
+// waits for whoever is inside, and only then is the memory given back.
+
+bool Registry::remove(std::uint64_t cache_id) {
+  std::unique_lock lock(mutex_);
+  const auto entry = caches_.find(cache_id);
+  if (entry == caches_.end()) {
+    const auto ending = ending_caches_.find(cache_id);
+    if (ending == ending_caches_.end()) return false;
+    const Guard guard = ending->second->guard;
+    lock.unlock();
+    guards_.end(guard);  // another call is about to end it: return no sooner than that one may
+    return false;
+  }
+  const Taken taken = take_locked(entry);
+  lock.unlock();
+  finish(taken);
+  return true;
+}
+
+bool Registry::deallocate(std::uint64_t cache_id) {
+  std::unique_lock lock(mutex_);
+  const auto found = caches_.find(cache_id);
+  if (found == caches_.end() || !found->second.cache->allocated || found->second.nameless) return false;
+  Entry& entry = found->second;
+  Taken taken;
+  if (entry.request_keys == 0) {
+    taken = take_locked(found);
+  } else {
+    take_windows_locked(entry, taken);
+    unname_locked(entry);
+    guards_.bump_epoch();
+  }
+  lock.unlock();
+  finish(taken);
+  return true;
+}
+
+bool Registry::remove_key(const Key& key) {
+  std::unique_lock lock(mutex_);
+  const auto bound = keys_.find(key);
+  if (bound == keys_.end() || !caches_.at(bound->second.cache_id).cache->allocated) return false;
+  const Taken taken = unbind_locked(bound);
+  lock.unlock();
+  finish(taken);
+  return true;
+}
+
+bool Registry::consume(std::uint64_t cache_id, std::int64_t row, std::uint32_t first, std::uint32_t count) {
+  std::unique_lock lock(mutex_);
+  const auto found = caches_.find(cache_id);
+  if (found == caches_.end()) return false;
+  Entry& entry = found->second;
+  if (!entry.cache->allocated || row < 0) return true;
+  const auto place = entry.rows.find(static_cast<std::uint64_t>(row));
+  if (place == entry.rows.end()) return true;
+  Row& state = place->second;
+  if (!state.request_key) return !state.consumed;
+  state.pulled.resize(entry.cache->geometry.tensors.size());
+  const std::uint64_t end = std::min<std::uint64_t>(std::uint64_t{first} + count, state.pulled.size());
+  for (std::uint64_t i = first; i < end; ++i) state.pulled[i] = true;
+  if (std::find(state.pulled.begin(), state.pulled.end(), false) != state.pulled.end()) return true;
+  const Taken taken = unbind_locked(keys_.find(*state.request_key));
+  lock.unlock();
+  finish(taken);
+  return true;
+}
+
+Registry::Taken Registry::unbind_locked(std::map<Key, Bound>::iterator bound) {
+  const Key key = bound->first;
+  const auto found = caches_.find(bound->second.cache_id);
+  Entry& entry = found->second;
+  const std::int64_t row = bound->second.row;
+  keys_.erase(bound);
+  std::erase(entry.keys, key);
+  Taken taken;
+  if (key.space == Key::Space::request) {
+    Row& state = entry.rows[static_cast<std::uint64_t>(row)];
+    state.request_key.reset();
+    state.pulled = {};
+    state.consumed = true;
+    if (--entry.request_keys == 0 && entry.nameless) taken = take_locked(found);
+  }
+  guards_.bump_epoch();
+  return taken;
+}
+
+void Registry::unname_locked(Entry& entry) {
+  entry.nameless = true;
+  names_.erase(entry.cache->geometry.name);
+  unindex_tensors_locked(*entry.cache);
+}
+
+Registry::Taken Registry::take_locked(std::map<std::uint64_t, Entry>::iterator found) {
+  const std::uint64_t id = found->first;
+  Entry& entry = found->second;
+  Taken taken;
+  taken.cache = entry.cache;
+  ending_caches_[id] = entry.cache;
+  take_windows_locked(entry, taken);
+  for (const Key& key : entry.keys) {
+    const auto bound = keys_.find(key);
+    if (bound != keys_.end() && bound->second.cache_id == id) keys_.erase(bound);
+  }
+  if (!entry.nameless) unname_locked(entry);
+  caches_.erase(found);
+  guards_.bump_epoch();
+  return taken;
+}
+
+void Registry::take_windows_locked(Entry& entry, Taken& taken) {
+  for (const std::string& name : std::exchange(entry.windows, {})) {
+    taken.windows.push_back(take_window_locked(name, false));
+  }
+  for (auto& [name, ending] : ending_windows_) {  // ended by time, but not settled yet
+    if (ending.window->cache != entry.cache || !ending.unattended) continue;
+    ending.unattended = false;
+    taken.windows.push_back(ending.window);
+  }
+}
+
+void Registry::finish(const Taken& taken) {
+  for (const auto& window : taken.windows) end_window(*window);
+  if (!taken.cache) return;
+  guards_.end(taken.cache->guard);
+  for (const Place& place : taken.cache->places) pool_->release(place);
+  std::unique_lock lock(mutex_);
+  ending_caches_.erase(taken.cache->geometry.cache_id);
+}
+
+void Registry::close() {
+  std::vector<Taken> all;
+  std::vector<Guard> ending;
+  {
+    std::unique_lock lock(mutex_);
+    closed_ = true;
+    for (const auto& [id, cache] : ending_caches_) ending.push_back(cache->guard);
+    for (const auto& [name, window] : ending_windows_) ending.push_back(window.window->guard);
+    while (!caches_.empty()) all.push_back(take_locked(caches_.begin()));
+  }
+  for (const Taken& taken : all) finish(taken);
+  for (const Guard& guard : ending) guards_.end(guard);
+  std::unique_lock lock(mutex_);
+  std::erase_if(ending_windows_, [](const auto& named) { return named.second.unattended; });
+}
+
+// --- finding ---------------------------------------------------------------------------------------------------------
+
+std::shared_ptr<Cache> Registry::find(std::uint64_t cache_id) const {
+  std::shared_lock lock(mutex_);
+  const auto found = caches_.find(cache_id);
+  return found == caches_.end() || found->second.nameless ? nullptr : found->second.cache;
+}
+
+Resolved Registry::resolve(const Target& target, Access access) const {
+  std::shared_lock lock(mutex_);
+  // Nothing changes while the lock is shared, so the epoch belongs to what is found here; changes are made, and the epoch
+  // after them, under the exclusive lock. Whoever keeps this answer sees another epoch as soon as it is no longer true.
+  const std::uint64_t epoch = guards_.epoch();
+  if (target.by == Target::By::window) return resolve_window_locked(target, access);
+
+  std::uint64_t id = target.id;
+  Resolved out;
+  if (const auto key = key_of(target)) {
+    const auto bound = keys_.find(*key);
+    if (bound == keys_.end()) not_found(target);
+    id = bound->second.cache_id;
+    out.key_row = bound->second.row;
+  } else if (target.by == Target::By::name) {
+    const auto named = names_.find(target.name);
+    if (named == names_.end()) not_found(target);
+    id = named->second;
+  } else if (target.by != Target::By::id) {
+    throw Error(Kind::invalid_argument, sentence(target.label(), " do not name a cache"));
+  }
+  const auto found = caches_.find(id);
+  if (found == caches_.end()) not_found(target);
+  // A deallocated cache is kept for those who still have to pull it, and for nobody else.
+  if (found->second.nameless && access == Access::write) not_found(target);
+  out.cache = found->second.cache;
+  out.guards = {out.cache->guard};
+  out.consumed_by_pull = target.by == Target::By::request && out.cache->allocated;
+  out.epoch = epoch;
+  return out;
+}
+
+Resolved Registry::resolve_window_locked(const Target& target, Access access) const {
+  const auto found = windows_.find(target.name);
+  if (found == windows_.end() || found->second->until.passed()) not_found(target);
+  const std::shared_ptr<Window>& window = found->second;
+  if (window->access != access) {
+    throw Error(Kind::not_found, sentence(target.label(), " of ", window->cache->geometry.label(), " is for ",
+                                          window->access == Access::read ? "reading" : "writing"));
+  }
+  Resolved out;
+  out.cache = window->cache;
+  out.window = window;
+  out.guards = {window->cache->guard, window->guard};
+  out.epoch = guards_.epoch();
+  return out;
+}
+
+std::optional<Registry::ByAddress> Registry::find_address(std::uint64_t address, std::uint64_t bytes) const {
+  std::shared_lock lock(mutex_);
+  // Extents may overlap (keys and values of one layer interleaved in one array), so the nearest start need not be the one.
+  for (auto it = tensors_.upper_bound(address); it != tensors_.begin();) {
+    --it;
+    const std::uint64_t offset = address - it->first;
+    if (offset >= longest_extent_) break;
+    const auto& [cache, tensor] = it->second;
+    if (covers(cache->geometry, offset, bytes)) return ByAddress{cache, tensor, offset};
+  }
+  return std::nullopt;
+}
+
+std::vector<std::uint64_t> Registry::cache_ids() const {
+  std::shared_lock lock(mutex_);
+  std::vector<std::uint64_t> ids;
+  for (const auto& [id, entry] : caches_) {
+    if (!entry.nameless) ids.push_back(id);
+  }
+  return ids;
+}
+
+std::size_t Registry::window_count() const {
+  std::shared_lock lock(mutex_);
+  return windows_.size();
+}
+
+std::vector<std::shared_ptr<Segment>> Registry::segments() const {
+  std::shared_lock lock(mutex_);
+  return pool_ ? pool_->segments() : std::vector<std::shared_ptr<Segment>>{};
+}
+
+// --- windows ---------------------------------------------------------------------------------------------------------
+
+std::shared_ptr<Window> Registry::open_window(std::uint64_t cache_id, const std::int64_t* units, std::size_t n,
+                                              Access access, std::int64_t ttl_ms) {
+  if (n == 0) throw Error(Kind::invalid_argument, "a window needs at least one block or row");
+  if (ttl_ms <= 0) throw Error(Kind::invalid_argument, sentence("a window of ", ttl_ms, " ms: it must be more than 0"));
+  auto window = std::make_shared<Window>();
+  window->access = access;
+  window->units = merge_units(units, n);
+  bool nearest = false;
+  {
+    std::unique_lock lock(mutex_);
+    check_open_locked();
+    const auto found = caches_.find(cache_id);
+    if (found == caches_.end() || found->second.nameless) {
+      throw Error(Kind::not_found, sentence("cache ", cache_id, " does not exist (any more)"));
+    }
+    const Geometry& geometry = found->second.cache->geometry;
+    for (const UnitRun& run : window->units) {
+      const std::uint64_t end = std::uint64_t{run.first} + run.count;
+      if (end <= geometry.count) continue;
+      throw Error(Kind::invalid_argument,
+                  sentence(geometry.layout == Layout::rows ? "row " : "block ",
+                           std::max<std::uint64_t>(run.first, geometry.count), " of ", geometry.label(),
+                           " does not exist: it has ", geometry.count));
+    }
+    window->cache = found->second.cache;
+    window->guard = guards_.open();
+    try {
+      window->name = new_window_name(window->guard);
+      window->until = Deadline::after_ms(std::min(ttl_ms, longest_ttl_ms));
+      windows_.emplace(window->name, window);
+      found->second.windows.insert(window->name);
+      const auto due = due_.emplace(window->until.at_ns, window->name).first;
+      nearest = due == due_.begin();
+    } catch (...) {
+      windows_.erase(window->name);
+      found->second.windows.erase(window->name);
+      guards_.end(window->guard);  // nobody has seen it
+      throw;
+    }
+  }
+  if (nearest && window_opened) window_opened();
+  return window;
+}
+
+bool Registry::close_window(const std::string& name) {
+  std::unique_lock lock(mutex_);
+  std::shared_ptr<Window> window;
+  const bool standing = windows_.contains(name);
+  if (standing) {
+    window = take_window_locked(name, false);
+    caches_.at(window->cache->geometry.cache_id).windows.erase(name);
+  } else {
+    const auto ending = ending_windows_.find(name);
+    if (ending == ending_windows_.end()) return false;
+    window = ending->second.window;
+  }
+  lock.unlock();
+  end_window(*window);
+  return standing;
+}
+
+std::int64_t Registry::end_due_windows(std::int64_t now_ns) {
+  std::unique_lock lock(mutex_);
+  while (!due_.empty() && due_.begin()->first <= now_ns) {
+    const std::string name = due_.begin()->second;
+    const auto window = take_window_locked(name, true);
+    caches_.at(window->cache->geometry.cache_id).windows.erase(name);
+    guards_.end_without_waiting(window->guard);
+  }
+  bool revisit = false;
+  for (auto it = ending_windows_.begin(); it != ending_windows_.end();) {
+    const bool settled = it->second.unattended && guards_.end_if_idle(it->second.window->guard);
+    revisit |= it->second.unattended && !settled;
+    it = settled ? ending_windows_.erase(it) : std::next(it);
+  }
+  const std::int64_t next = due_.empty() ? std::numeric_limits<std::int64_t>::max() : due_.begin()->first;
+  return revisit ? std::min(next, now_ns + revisit_ns) : next;
+}
+
+std::shared_ptr<Window> Registry::take_window_locked(const std::string& name, bool unattended) {
+  const auto found = windows_.find(name);
+  std::shared_ptr<Window> window = found->second;
+  ending_windows_.emplace(name, Ending{window, unattended});
+  due_.erase({window->until.at_ns, name});
+  windows_.erase(found);
+  return window;
+}
+
+void Registry::end_window(const Window& window) {
+  guards_.end(window.guard);
+  std::unique_lock lock(mutex_);
+  ending_windows_.erase(window.name);
+}
+
+}  // namespace kvferry

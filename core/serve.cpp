@@ -1,0 +1,542 @@
+#include "serve.hpp"
+
+#include <sys/epoll.h>
+#include <sys/socket.h>
+#include <sys/uio.h>
+
+#include <cerrno>
+#include <cstring>
+
+#include "push.hpp"
+#include "sentence.hpp"
+
+namespace kvferry {
+namespace {
+
+constexpr std::size_t spans_per_send = 256;
+constexpr std::uint64_t bytes_per_send = 1 << 20;
+constexpr std::uint64_t send_inline_bytes = 64 << 10;  // on the control thread at once, if the socket takes it
+
+// A stream of pieces from a cache of this node. Whole frames only: if the cache ends in the middle of a piece, the piece
+// is filled up with zeros and an end follows that says so, and the lane stays good.
+class Send : public Operation {
+ public:
+  Send(Engine& engine, std::shared_ptr<ServerLane> lane, std::shared_ptr<Link> link, Deadline deadline, std::uint64_t operation,
+       Resolved resolved, std::vector<Guard> guards, Plan plan)
+      : Operation(engine, std::move(link), deadline, "send"),
+        server_lane_(std::move(lane)),
+        asked_(operation),
+        resolved_(std::move(resolved)),
+        guards_(std::move(guards)),
+        plan_(std::move(plan)),
+        cursor_(plan_),
+        copier_(copier_of(resolved_.cache->kind)) {
+    ok_end_ = ended_frame(asked_, {}, plan_.total(), Transport::socket, resolved_.consumed_by_pull ? wire::flag_consume : 0);
+    if (plan_.total() == 0) end_with({});
+  }
+
+  std::string subject() const override { return resolved_.cache->geometry.label(); }
+  std::uint64_t total() const noexcept { return plan_.total(); }
+
+ protected:
+  int descriptor() const noexcept override { return server_lane_->descriptor(); }
+  void put_aside(Need) override { server_lane_->watch_for(EPOLLOUT); }
+
+  Need step() override {
+    for (;;) {
+      if (must_stop()) throw Error(stop_reason());
+      if (!end_.empty() && piece_left_ == 0 && header_sent_ == sizeof header_) {
+        while (end_sent_ < end_.size()) {
+          const long n = send_some(descriptor(), std::span(end_).subspan(end_sent_));
+          if (n < 0) throw Error(Kind::peer_lost, "the peer closed its lane");
+          if (n == 0) return Need::writable;
+          end_sent_ += static_cast<std::size_t>(n);
+        }
+        whole_ = true;
+        finish({}, cursor_.position(), Transport::socket);
+        return Need::done;
+      }
+      if (piece_left_ == 0 && header_sent_ == sizeof header_) {
+        header_ = {};
+        header_.type = wire::Type::piece;
+        header_.operation = asked_;
+        header_.offset = cursor_.position();
+        piece_left_ = std::min<std::uint64_t>(plan_.total() - cursor_.position(), wire::max_piece_bytes);
+        header_.body_bytes = static_cast<std::uint32_t>(piece_left_);
+        header_sent_ = 0;
+      }
+      if (!send_piece()) return Need::writable;
+    }
+  }
+
+  void ended() noexcept override { server_lane_->operation_ended(whole_); }
+
+ private:
+  void end_with(const Outcome& outcome) { end_ = ended_frame(asked_, outcome, cursor_.position(), Transport::socket); }
+
+  // One sendmsg of what is left of the header, payload, and after the last byte the end. False: would block.
+  bool send_piece() {
+    iovec iov[spans_per_send + 2];
+    std::size_t n = 0;
+    std::uint64_t head = 0, payload = 0, tail = 0;
+    if (header_sent_ < sizeof header_) {
+      head = sizeof header_ - header_sent_;
+      iov[n++] = {reinterpret_cast<std::uint8_t*>(&header_) + header_sent_, head};
+    }
+    std::optional<Entered> entered;
+    if (end_.empty()) {
+      entered.emplace(engine_.guards, guards_);
+      if (!*entered) {
+        end_with({Kind::not_found, sentence("cache ", resolved_.cache->geometry.cache_id, " or its window does not exist any more"), true, true});
+        entered.reset();
+        if (header_sent_ == 0) {  // nothing was promised yet
+          header_sent_ = sizeof header_;
+          piece_left_ = 0;
+          return true;
+        }
+      }
+    }
+    auto walk = cursor_;
+    if (!end_.empty()) {
+      static const std::byte zeros[64 << 10] = {};
+      payload = std::min<std::uint64_t>(piece_left_, sizeof zeros);
+      if (payload > 0) iov[n++] = {const_cast<std::byte*>(zeros), payload};
+    } else if (copier_ != nullptr) {
+      if (staged_left_ == 0) stage();
+      payload = std::min(staged_left_, piece_left_);
+      iov[n++] = {staging_.data() + (staging_.size() - staged_left_), payload};
+    } else {
+      const auto& from = resolved_.cache->geometry.tensors;
+      const auto most = std::min(piece_left_, bytes_per_send);
+      for (std::size_t spans = 0; spans < spans_per_send && payload < most; ++spans) {
+        const auto span = walk.next(most - payload);
+        iov[n++] = {reinterpret_cast<void*>(from[plan_.source_first + span.tensor].address + span.source), span.bytes};
+        payload += span.bytes;
+      }
+    }
+    const bool last = end_.empty() && payload == piece_left_ && cursor_.position() + payload == plan_.total();
+    if (last) {
+      tail = ok_end_.size();
+      iov[n++] = {ok_end_.data(), tail};
+    }
+    msghdr message{};
+    message.msg_iov = iov;
+    message.msg_iovlen = n;
+    ssize_t sent;
+    do sent = ::sendmsg(descriptor(), &message, MSG_DONTWAIT | MSG_NOSIGNAL);
+    while (sent < 0 && errno == EINTR);
+    const int error = errno;
+    entered.reset();
+    if (sent < 0) {
+      if (error == EAGAIN || error == EWOULDBLOCK) return false;
+      if (error == EFAULT) {
+        end_with({Kind::invalid_argument, sentence("memory of ", subject(), " is not mapped (any more) at its owner"), true, true});
+        return true;  // the piece is filled up
+      }
+      throw Error(Kind::peer_lost, "the peer closed its lane");
+    }
+    auto left = static_cast<std::uint64_t>(sent);
+    const auto of_head = std::min(left, head);
+    header_sent_ += of_head;
+    left -= of_head;
+    auto of_payload = std::min(left, payload);
+    left -= of_payload;
+    piece_left_ -= of_payload;
+    if (end_.empty()) {
+      if (copier_ != nullptr) staged_left_ -= of_payload;
+      while (of_payload > 0) of_payload -= cursor_.next(of_payload).bytes;
+    }
+    if (last && piece_left_ == 0) {  // what is left of the end is sent next
+      end_ = ok_end_;
+      end_sent_ = left;
+    }
+    return true;
+  }
+
+  void stage() {
+    staging_.resize(std::min<std::uint64_t>(piece_left_, 256 << 10));
+    auto walk = cursor_;
+    for (std::uint64_t at = 0; at < staging_.size();) {
+      const auto span = walk.next(staging_.size() - at);
+      const auto address = resolved_.cache->geometry.tensors[plan_.source_first + span.tensor].address + span.source;
+      if (!copier_->read(staging_.data() + at, address, span.bytes)) throw Error(Kind::invalid_argument, subject() + " is not memory of its kind");
+      at += span.bytes;
+    }
+    staged_left_ = staging_.size();
+  }
+
+  std::shared_ptr<ServerLane> server_lane_;
+  const std::uint64_t asked_;
+  Resolved resolved_;
+  std::vector<Guard> guards_;
+  Plan plan_;
+  PlanCursor cursor_;
+  Copier* copier_;
+  wire::Header header_{};
+  std::size_t header_sent_ = sizeof(wire::Header);
+  std::uint64_t piece_left_ = 0;
+  std::vector<std::uint8_t> ok_end_, end_;
+  std::size_t end_sent_ = 0;
+  std::vector<std::byte> staging_;
+  std::uint64_t staged_left_ = 0;
+  bool whole_ = false;
+};
+
+// A push, carried out by its receiver: a pull from the pusher's cache as the pusher has described it.
+class Receive : public Pull {
+ public:
+  Receive(Engine& engine, std::shared_ptr<ServerLane> lane, std::shared_ptr<Link> link, Deadline deadline, std::uint64_t operation, PullAsk ask)
+      : Pull(engine, std::move(link), deadline, std::move(ask), "push"), server_lane_(std::move(lane)), asked_(operation) {}
+
+ protected:
+  void ended() noexcept override {
+    Pull::ended();
+    const auto& r = result();
+    server_lane_->answer(ended_frame(asked_, r.outcome, r.bytes, r.transport));
+    server_lane_->operation_ended(true);
+  }
+
+ private:
+  std::shared_ptr<ServerLane> server_lane_;
+  const std::uint64_t asked_;
+};
+
+// Where a push by addresses writes: each address is a name, looked up in the live table.
+Destination destination_addresses(Engine& engine, const Target& target, const Source& source, const Moves& moves) {
+  const auto unit_bytes = target.model != 0 ? target.model : source.geometry.unit_bytes;
+  const bool by_row = moves.form == Moves::Form::row;
+  Geometry composed;
+  composed.name = "addresses";
+  composed.layout = Layout::mixed;
+  composed.unit_bytes = unit_bytes;
+  composed.stride_bytes = unit_bytes;
+  composed.count = by_row ? 1 : moves.form == Moves::Form::whole ? source.geometry.count : moves.destination_end;
+  if (composed.count == 0) composed.count = 1;
+  if (unit_bytes > UINT64_MAX / composed.count) throw Error(Kind::invalid_argument, "the addresses given cannot span so many blocks");
+  auto extent = unit_bytes * composed.count;
+  if (by_row && moves.size_bytes > 0) extent = static_cast<std::uint64_t>(moves.size_bytes);
+  // The last listed block of a row may get less than a block.
+  if (moves.form == Moves::Form::row_to_blocks && source.geometry.unit_bytes % unit_bytes != 0 && moves.last_listed + 1 == moves.destination_end)
+    extent -= unit_bytes - source.geometry.unit_bytes % unit_bytes;
+  Destination destination;
+  for (std::size_t i = 0; i < target.addresses.size(); ++i) {
+    const auto found = engine.registry.find_address(target.addresses[i], extent);
+    if (!found)
+      throw Error(Kind::invalid_argument, sentence("address number ", i, " of this push: its ", extent,
+                                                   " bytes do not lie inside one tensor of a cache that is registered there"));
+    composed.tensors.push_back({target.addresses[i], 0, 0});
+    bool known = false;
+    for (const auto& cache : destination.caches) known |= cache == found->cache;
+    if (known) continue;
+    if (!destination.caches.empty() && destination.caches.front()->kind != found->cache->kind)
+      throw Error(Kind::invalid_argument, "the addresses of one push lie in memory of different kinds");
+    destination.guards.push_back(found->cache->guard);
+    destination.kind = found->cache->kind;
+    destination.caches.push_back(found->cache);
+  }
+  if (destination.caches.empty()) throw Error(Kind::invalid_argument, "a push by addresses names no address");
+  destination.composed = std::move(composed);
+  return destination;
+}
+
+}  // namespace
+
+std::vector<std::uint8_t> ended_frame(std::uint64_t operation, const Outcome& outcome, std::uint64_t bytes, Transport transport,
+                                      std::uint16_t flags) {
+  wire::Writer out(wire::Type::ended, operation, flags);
+  wire::put_outcome(out, outcome);
+  out.put(bytes).put(transport);
+  return out.take();
+}
+
+Ended read_ended(const Frame& frame) {
+  if (frame.header.type != wire::Type::ended) throw wire::WireError("an answer of another kind than was asked for");
+  wire::Reader in(frame.body);
+  Ended ended;
+  ended.outcome = wire::get_outcome(in);
+  ended.bytes = in.get<std::uint64_t>();
+  ended.transport = static_cast<Transport>(in.get<std::uint8_t>());
+  return ended;
+}
+
+ServerLane::ServerLane(Engine& engine, std::shared_ptr<Link> link, Descriptor descriptor, FrameBuffer read)
+    : engine_(engine), link_(std::move(link)), descriptor_(std::move(descriptor)), in_(std::move(read)) {
+  in_.set_limit(wire::max_request_bytes);
+}
+
+ServerLane::ServerLane(Engine& engine, std::shared_ptr<Link> link, Descriptor descriptor, std::vector<std::uint8_t> first,
+                       std::function<void()> lost)
+    : engine_(engine),
+      link_(std::move(link)),
+      descriptor_(std::move(descriptor)),
+      in_(wire::max_request_bytes),
+      out_(std::move(first)),
+      lost_(std::move(lost)) {}
+
+void ServerLane::start() {
+  // Writable at once as well: what was read together with the lane hello is waiting already.
+  const bool at_once = !out_.empty() || !in_.empty();
+  token_ = engine_.reactor.watch(descriptor_.get(), 0, shared_from_this());
+  watch_for(at_once ? EPOLLOUT : EPOLLIN);
+}
+
+void ServerLane::close() noexcept {
+  ::shutdown(descriptor_.get(), SHUT_RDWR);
+  std::shared_ptr<Operation> operation;
+  {
+    const std::lock_guard lock(mutex_);
+    operation = operation_;
+  }
+  if (operation) operation->schedule();
+}
+
+void ServerLane::watch_for(std::uint32_t events) { engine_.reactor.rearm(token_, descriptor_.get(), events); }
+
+void ServerLane::drop() noexcept {
+  if (std::exchange(dropped_, true)) return;
+  const auto self = shared_from_this();  // the reactor may hold the last reference
+  engine_.reactor.forget(token_, descriptor_.get());
+  ::shutdown(descriptor_.get(), SHUT_RDWR);
+  if (lost_) lost_();
+}
+
+// On the control thread.
+void ServerLane::ready(std::uint32_t events) {
+  {
+    std::unique_lock lock(mutex_);
+    if (operation_) {
+      const auto operation = operation_;
+      const bool gone = receiving_ && (events & (EPOLLRDHUP | EPOLLHUP | EPOLLERR)) != 0;
+      lock.unlock();
+      if (gone)
+        operation->cancel();  // who pushed does not wait for it any more
+      else
+        operation->schedule();
+      return;
+    }
+  }
+  try {
+    if (!flush()) return watch_for(EPOLLOUT);
+    Frame frame;
+    for (;;) {
+      switch (in_.read(descriptor_.get(), frame)) {
+        case FrameBuffer::State::would_block: return watch_for(EPOLLIN);
+        case FrameBuffer::State::lost: return drop();
+        case FrameBuffer::State::frame: break;
+      }
+      went_on_ = false;
+      handle(frame);
+      if (went_on_ || dropped_) return;
+      if (!flush()) return watch_for(EPOLLOUT);
+      if (in_.empty()) return watch_for(EPOLLIN);
+    }
+  } catch (const wire::WireError& error) {
+    engine_.log.add("warning", "a lane of " + link_->label() + " was closed: " + error.what());
+  } catch (const std::bad_alloc&) {
+    engine_.log.add("warning", "a lane of " + link_->label() + " was closed: out of memory for its request");
+  }
+  drop();
+}
+
+void ServerLane::handle(Frame& frame) {
+  try {
+    switch (frame.header.type) {
+      case wire::Type::resolve: return on_resolve(frame);
+      case wire::Type::pull: return on_pull(frame);
+      case wire::Type::push: return on_push(frame);
+      case wire::Type::consume: return on_consume(frame);
+      case wire::Type::fetch_segment: return on_fetch_segment(frame);
+      case wire::Type::segment_made: return on_segment_made(frame);
+      default: throw wire::WireError("an unknown request");
+    }
+  } catch (const Error& error) {
+    answer_ended(frame.header.operation, error.outcome());
+  }
+}
+
+void ServerLane::on_resolve(const Frame& frame) {
+  wire::Reader in(frame.body);
+  const auto resolved = engine_.registry.resolve(wire::get_target(in), Access::read);
+  engine_.check_readable(*resolved.cache);
+  wire::Writer out(wire::Type::geometry, frame.header.operation, resolved.consumed_by_pull ? wire::flag_consume : 0);
+  out.put(resolved.epoch).put(resolved.key_row).put(static_cast<std::uint8_t>(resolved.cache->file_backed.load()));
+  out.put(static_cast<std::uint8_t>(resolved.window != nullptr));
+  wire::put_runs(out, resolved.window ? resolved.window->units : std::vector<UnitRun>{});
+  wire::put_guards(out, resolved.guards);
+  wire::put_geometry(out, resolved.cache->geometry);
+  answer(out.take());
+}
+
+void ServerLane::on_fetch_segment(const Frame& frame) {
+  wire::Reader in(frame.body);
+  const auto id = in.get<std::uint32_t>();
+  if (link_->peer.page)  // a process of the same user on this host
+    for (const auto& segment : engine_.registry.segments())
+      if (segment->id() == id) return answer(wire::Writer(wire::Type::segment, frame.header.operation).take(), segment->descriptor());
+  throw Error(Kind::not_found, sentence("segment ", id, " does not exist"));
+}
+
+// No answer: it goes ahead of a push, which does without the segment if this fails.
+void ServerLane::on_segment_made(Frame& frame) {
+  wire::Reader in(frame.body);
+  const auto id = in.get<std::uint32_t>();
+  if (!link_->peer.page || frame.descriptors.size() != 1) return;
+  try {
+    link_->add_segment(id, std::move(frame.descriptors[0]));
+  } catch (const Error& error) {
+    link_->give_up_map(error.what());
+  }
+}
+
+void ServerLane::on_consume(const Frame& frame) {
+  wire::Reader in(frame.body);
+  const auto target = wire::get_target(in);
+  auto row = in.get<std::int64_t>();
+  const auto first = in.get<std::uint32_t>();
+  const auto count = in.get<std::uint32_t>();
+  const auto resolved = engine_.registry.resolve(target, Access::read);
+  if (resolved.key_row >= 0) row = resolved.key_row;
+  if (!engine_.registry.consume(resolved.cache->geometry.cache_id, row, first, count))
+    throw Error(Kind::not_found, target.label() + " was pulled by somebody else first");
+  answer_ended(frame.header.operation, {});
+}
+
+void ServerLane::on_pull(const Frame& frame) {
+  wire::Reader in(frame.body);
+  const auto left_ms = in.get<std::uint32_t>();
+  auto guards = wire::get_guards(in);
+  const auto target = wire::get_target(in);
+  const auto select = wire::get_select(in);
+  auto resolved = engine_.registry.resolve(target, Access::read);
+  engine_.check_readable(*resolved.cache);
+  auto plan = make_source_plan(resolved.cache->geometry, select, resolved.key_row);
+  if (resolved.window) {
+    const auto row = select.row >= 0 ? select.row : resolved.key_row;
+    const auto count = static_cast<std::uint32_t>(resolved.cache->geometry.count);
+    const auto units = select.whole_count > 0 ? std::vector<UnitRun>{{0, count}}
+                       : select.unit_bytes > 0 ? select.units
+                                               : std::vector<UnitRun>{{static_cast<std::uint32_t>(row), 1}};
+    check_inside(resolved.window->units, units, resolved.cache->geometry.label());
+  }
+  guards.insert(guards.end(), resolved.guards.begin(), resolved.guards.end());
+  for (const auto& guard : guards)
+    if (!engine_.guards.alive(guard)) throw Error(Kind::not_found, target.label() + " or the push it belongs to does not exist any more");
+  const auto operation = std::make_shared<Send>(engine_, shared_from_this(), link_, Deadline::after_ms(left_ms), frame.header.operation,
+                                                std::move(resolved), std::move(guards), std::move(plan));
+  run(operation, operation->total() <= send_inline_bytes);
+}
+
+void ServerLane::on_push(const Frame& frame) {
+  wire::Reader in(frame.body);
+  const auto left_ms = in.get<std::uint32_t>();
+  PullAsk ask;
+  ask.transports = in.get<std::uint8_t>();
+  const auto target = wire::get_target(in);
+  auto source = std::make_shared<Source>();
+  source->file_backed = in.get<std::uint8_t>() != 0;
+  source->guards = wire::get_guards(in);
+  source->geometry = wire::get_geometry(in);
+  ask.moves = wire::get_moves(in);
+  ask.target.by = Target::By::id;
+  ask.target.id = source->geometry.cache_id;
+  ask.mover_owns_destination = false;
+  ask.keep = false;
+  if (target.by == Target::By::addresses) {
+    ask.destination = destination_addresses(engine_, target, *source, *ask.moves);
+  } else {
+    auto resolved = engine_.registry.resolve(target, Access::write);
+    if (resolved.window) {
+      const auto& moves = *ask.moves;
+      const auto units = moves.form == Moves::Form::blocks || moves.form == Moves::Form::row_to_blocks
+                             ? moves.destination
+                             : moves.form == Moves::Form::row ? std::vector<UnitRun>{{moves.destination_row, 1}}
+                                                              : std::vector<UnitRun>{{0, static_cast<std::uint32_t>(resolved.cache->geometry.count)}};
+      check_inside(resolved.window->units, units, resolved.cache->geometry.label());
+    }
+    ask.destination.kind = resolved.cache->kind;
+    ask.destination.guards = std::move(resolved.guards);
+    ask.destination.caches.push_back(std::move(resolved.cache));
+  }
+  ask.source = std::move(source);
+  const auto operation = std::make_shared<Receive>(engine_, shared_from_this(), link_, Deadline::after_ms(left_ms), frame.header.operation, std::move(ask));
+  {
+    const std::lock_guard lock(mutex_);
+    receiving_ = true;
+  }
+  run(operation, false);
+  const std::lock_guard lock(mutex_);
+  if (operation_) watch_for(EPOLLRDHUP);
+}
+
+void ServerLane::run(const std::shared_ptr<Operation>& operation, bool here) {
+  {
+    const std::lock_guard lock(mutex_);
+    operation_ = operation;
+    starting_ = true;
+  }
+  try {
+    if (here)
+      operation->start_here();
+    else
+      operation->start();
+  } catch (...) {
+    const std::lock_guard lock(mutex_);
+    operation_.reset();
+    starting_ = false;
+    receiving_ = false;
+    throw;
+  }
+  const std::lock_guard lock(mutex_);
+  starting_ = false;
+  went_on_ = operation_ != nullptr;  // from here on the lane is its, until operation_ended()
+}
+
+void ServerLane::operation_ended(bool whole) noexcept {
+  bool read_on;
+  {
+    const std::lock_guard lock(mutex_);
+    operation_.reset();
+    receiving_ = false;
+    read_on = !starting_;
+  }
+  if (!whole) {
+    ::shutdown(descriptor_.get(), SHUT_RDWR);  // in the middle of a frame: the peer sees the end of the lane
+  }
+  if (!read_on) return;  // the control thread is in handle() and goes on by itself
+  if (whole && in_.empty() && out_.empty()) return watch_for(EPOLLIN);
+  engine_.reactor.post([self = shared_from_this()] { self->ready(0); });
+}
+
+void ServerLane::answer_ended(std::uint64_t operation, const Outcome& outcome, std::uint64_t bytes, Transport transport) {
+  answer(ended_frame(operation, outcome, bytes, transport));
+}
+
+void ServerLane::answer(std::vector<std::uint8_t> frame, int attached) {
+  if (out_.empty()) {
+    const long n = send_some(descriptor_.get(), frame, attached >= 0 ? std::span<const int>(&attached, 1) : std::span<const int>());
+    if (n == static_cast<long>(frame.size())) return;
+    // A descriptor that did not go with the first byte does not go at all: the peer then does without the segment.
+    if (n > 0) frame.erase(frame.begin(), frame.begin() + n);
+  }
+  out_.insert(out_.end(), frame.begin(), frame.end());
+}
+
+bool ServerLane::flush() {
+  while (!out_.empty()) {
+    const long n = send_some(descriptor_.get(), std::span(out_).subspan(out_sent_));
+    if (n < 0) {
+      out_.clear();
+      out_sent_ = 0;
+      return true;  // the next read finds the lane lost
+    }
+    if (n == 0) return false;
+    out_sent_ += static_cast<std::size_t>(n);
+    if (out_sent_ == out_.size()) {
+      out_.clear();
+      out_sent_ = 0;
+    }
+  }
+  return true;
+}
+
+}  // namespace kvferry

@@ -1,0 +1,338 @@
+#include "socket.hpp"
+
+#include <arpa/inet.h>
+#include <cerrno>
+#include <cstddef>
+#include <cstring>
+#include <netdb.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <poll.h>
+#include <sys/socket.h>
+#include <sys/syscall.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+#include <memory>
+
+#ifndef SO_PEERPIDFD
+#define SO_PEERPIDFD 77
+#endif
+
+namespace kvferry {
+namespace {
+
+constexpr int socket_flags = SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC;
+constexpr std::size_t max_descriptors = 16;  // with one message
+
+struct Resolved {
+  std::unique_ptr<addrinfo, decltype(&freeaddrinfo)> list{nullptr, freeaddrinfo};
+};
+
+Resolved resolve_host(const std::string& host, std::uint16_t port, int flags) {
+  addrinfo hints{};
+  hints.ai_socktype = SOCK_STREAM;
+  hints.ai_flags = flags | AI_NUMERICSERV;
+  addrinfo* list = nullptr;
+  const int rc = getaddrinfo(host.c_str(), std::to_string(port).c_str(), &hints, &list);
+  if (rc != 0) throw Error(Kind::invalid_argument, "'" + host + "' is not an address: " + gai_strerror(rc));
+  Resolved resolved;
+  resolved.list.reset(list);
+  return resolved;
+}
+
+sockaddr_un abstract_address(const std::string& name, socklen_t& length) {
+  sockaddr_un address{};
+  address.sun_family = AF_UNIX;
+  std::memcpy(address.sun_path + 1, name.data(), std::min(name.size(), sizeof address.sun_path - 1));
+  length = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + name.size());
+  return address;
+}
+
+bool wait_for(int fd, short events, const Deadline& deadline) {
+  for (;;) {
+    pollfd p{fd, events, 0};
+    const int rc = ::poll(&p, 1, static_cast<int>(std::min<std::int64_t>(deadline.left_ms(), 3'600'000)));
+    if (rc > 0) return true;
+    if (rc == 0 && deadline.passed()) return false;
+    if (rc < 0 && errno != EINTR) return true;  // the next call on the descriptor says what is wrong
+  }
+}
+
+Descriptor finish_dial(Descriptor fd, const Deadline& deadline, const std::string& where) {
+  if (!wait_for(fd.get(), POLLOUT, deadline)) throw Error(Kind::deadline, "no answer from " + where + " in time");
+  int error = 0;
+  socklen_t length = sizeof error;
+  getsockopt(fd.get(), SOL_SOCKET, SO_ERROR, &error, &length);
+  if (error != 0) throw Error(Kind::link_failed, "cannot reach " + where + ": " + std::strerror(error));
+  return fd;
+}
+
+Endpoint endpoint_of(const sockaddr_storage& address) {
+  Endpoint endpoint;
+  char text[INET6_ADDRSTRLEN] = "";
+  if (address.ss_family == AF_INET) {
+    const auto& v4 = reinterpret_cast<const sockaddr_in&>(address);
+    inet_ntop(AF_INET, &v4.sin_addr, text, sizeof text);
+    endpoint.port = ntohs(v4.sin_port);
+    endpoint.loopback = (ntohl(v4.sin_addr.s_addr) >> 24) == 127;
+  } else if (address.ss_family == AF_INET6) {
+    const auto& v6 = reinterpret_cast<const sockaddr_in6&>(address);
+    inet_ntop(AF_INET6, &v6.sin6_addr, text, sizeof text);
+    endpoint.port = ntohs(v6.sin6_port);
+    const bool mapped_loopback = IN6_IS_ADDR_V4MAPPED(&v6.sin6_addr) && v6.sin6_addr.s6_addr[12] == 127;
+    endpoint.loopback = IN6_IS_ADDR_LOOPBACK(&v6.sin6_addr) || mapped_loopback;
+  } else {
+    endpoint.loopback = true;  // Unix
+  }
+  endpoint.host = text;
+  return endpoint;
+}
+
+}  // namespace
+
+std::string Endpoint::text() const {
+  const bool v6 = host.find(':') != std::string::npos;
+  return (v6 ? "[" + host + "]" : host) + ":" + std::to_string(port);
+}
+
+Descriptor listen_tcp(const std::string& host, std::uint16_t port) {
+  const auto resolved = resolve_host(host, port, AI_PASSIVE);
+  const addrinfo* first = resolved.list.get();
+  Descriptor fd(::socket(first->ai_family, socket_flags, 0));
+  if (!fd) throw Error(Kind::busy, std::string("no socket to listen on: ") + std::strerror(errno));
+  const int on = 1;
+  // Restarting on the port of a process that has just ended must work; two listeners on one port still refuse each other.
+  setsockopt(fd.get(), SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
+  if (::bind(fd.get(), first->ai_addr, first->ai_addrlen) != 0 || ::listen(fd.get(), 1024) != 0) {
+    const int error = errno;
+    const auto sentence = "cannot listen on " + host + ":" + std::to_string(port) + ": " + std::strerror(error);
+    throw Error(error == EADDRINUSE ? Kind::address_in_use : Kind::invalid_argument, sentence);
+  }
+  return fd;
+}
+
+Descriptor listen_abstract(const std::string& name) {
+  Descriptor fd(::socket(AF_UNIX, socket_flags, 0));
+  socklen_t length;
+  const auto address = abstract_address(name, length);
+  if (!fd || ::bind(fd.get(), reinterpret_cast<const sockaddr*>(&address), length) != 0 || ::listen(fd.get(), 1024) != 0)
+    throw Error(Kind::busy, std::string("no Unix socket to listen on: ") + std::strerror(errno));
+  return fd;
+}
+
+Descriptor dial_tcp(const std::string& host, std::uint16_t port, const Deadline& deadline) {
+  const auto resolved = resolve_host(host, port, 0);
+  const auto where = host + ":" + std::to_string(port);
+  std::string last = "no address";
+  for (const addrinfo* a = resolved.list.get(); a != nullptr; a = a->ai_next) {
+    Descriptor fd(::socket(a->ai_family, socket_flags, 0));
+    if (!fd) {
+      last = std::strerror(errno);
+      continue;
+    }
+    if (::connect(fd.get(), a->ai_addr, a->ai_addrlen) == 0 || errno == EINPROGRESS) {
+      if (a->ai_next == nullptr) return finish_dial(std::move(fd), deadline, where);
+      try {
+        return finish_dial(std::move(fd), deadline, where);
+      } catch (const Error& error) {
+        if (error.outcome().kind == Kind::deadline) throw;
+        last = error.what();
+        continue;
+      }
+    }
+    last = std::strerror(errno);
+  }
+  throw Error(Kind::link_failed, "cannot reach " + where + ": " + last);
+}
+
+Descriptor dial_abstract(const std::string& name, const Deadline& deadline) {
+  for (;;) {
+    Descriptor fd(::socket(AF_UNIX, socket_flags, 0));
+    if (!fd) throw Error(Kind::link_failed, std::string("no Unix socket: ") + std::strerror(errno));
+    socklen_t length;
+    const auto address = abstract_address(name, length);
+    if (::connect(fd.get(), reinterpret_cast<const sockaddr*>(&address), length) == 0) return fd;
+    if (errno != EAGAIN || deadline.passed())  // EAGAIN: the listener's backlog is full
+      throw Error(Kind::link_failed, std::string("its Unix socket does not answer: ") + std::strerror(errno));
+    ::usleep(1000);
+  }
+}
+
+Descriptor start_dial_tcp(const std::string& numeric_host, std::uint16_t port) {
+  try {
+    const auto resolved = resolve_host(numeric_host, port, AI_NUMERICHOST);
+    const addrinfo* a = resolved.list.get();
+    Descriptor fd(::socket(a->ai_family, socket_flags, 0));
+    if (fd && (::connect(fd.get(), a->ai_addr, a->ai_addrlen) == 0 || errno == EINPROGRESS)) return fd;
+  } catch (const Error&) {  // the caller sees that there is no descriptor
+  }
+  return {};
+}
+
+Descriptor accept_on(int listener, int& error) {
+  Descriptor fd(::accept4(listener, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
+  error = fd ? 0 : errno;
+  return fd;
+}
+
+Endpoint local_endpoint(int fd) {
+  sockaddr_storage address{};
+  socklen_t length = sizeof address;
+  ::getsockname(fd, reinterpret_cast<sockaddr*>(&address), &length);
+  return endpoint_of(address);
+}
+
+Endpoint peer_endpoint(int fd) {
+  sockaddr_storage address{};
+  socklen_t length = sizeof address;
+  ::getpeername(fd, reinterpret_cast<sockaddr*>(&address), &length);
+  return endpoint_of(address);
+}
+
+std::optional<Credentials> peer_credentials(int unix_fd) {
+  ucred cred{};
+  socklen_t length = sizeof cred;
+  if (getsockopt(unix_fd, SOL_SOCKET, SO_PEERCRED, &cred, &length) != 0) return std::nullopt;
+  return Credentials{cred.pid, cred.uid};
+}
+
+Descriptor peer_pidfd(int unix_fd, std::int64_t pid) {
+  int fd = -1;
+  socklen_t length = sizeof fd;
+  if (getsockopt(unix_fd, SOL_SOCKET, SO_PEERPIDFD, &fd, &length) == 0 && fd >= 0) return Descriptor(fd);
+  // Older kernels: the pid may already be somebody else's, which the identity words then tell.
+  if (pid > 0) return Descriptor(static_cast<int>(::syscall(SYS_pidfd_open, static_cast<pid_t>(pid), 0)));
+  return {};
+}
+
+void tune_lane(int fd) {
+  int domain = 0;
+  socklen_t length = sizeof domain;
+  getsockopt(fd, SOL_SOCKET, SO_DOMAIN, &domain, &length);
+  const int on = 1;
+  if (domain != AF_UNIX) setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
+}
+
+long send_some(int fd, std::span<const std::uint8_t> bytes, std::span<const int> descriptors) {
+  iovec iov{const_cast<std::uint8_t*>(bytes.data()), bytes.size()};
+  msghdr message{};
+  message.msg_iov = &iov;
+  message.msg_iovlen = 1;
+  alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int) * max_descriptors)];
+  if (!descriptors.empty()) {
+    message.msg_control = control;
+    message.msg_controllen = CMSG_SPACE(sizeof(int) * descriptors.size());
+    cmsghdr* header = CMSG_FIRSTHDR(&message);
+    header->cmsg_level = SOL_SOCKET;
+    header->cmsg_type = SCM_RIGHTS;
+    header->cmsg_len = CMSG_LEN(sizeof(int) * descriptors.size());
+    std::memcpy(CMSG_DATA(header), descriptors.data(), sizeof(int) * descriptors.size());
+  }
+  for (;;) {
+    const ssize_t n = ::sendmsg(fd, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
+    if (n >= 0) return n;
+    if (errno == EINTR) continue;
+    return errno == EAGAIN || errno == EWOULDBLOCK || errno == ENOTCONN ? 0 : -1;
+  }
+}
+
+long receive_some(int fd, std::span<std::uint8_t> into, std::vector<Descriptor>* descriptors) {
+  iovec iov{into.data(), into.size()};
+  msghdr message{};
+  message.msg_iov = &iov;
+  message.msg_iovlen = 1;
+  alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int) * max_descriptors)];
+  if (descriptors != nullptr) {
+    message.msg_control = control;
+    message.msg_controllen = sizeof control;
+  }
+  for (;;) {
+    const ssize_t n = ::recvmsg(fd, &message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
+    if (n < 0) {
+      if (errno == EINTR) continue;
+      return errno == EAGAIN || errno == EWOULDBLOCK || errno == ENOTCONN ? 0 : -1;
+    }
+    if (descriptors != nullptr) {
+      for (cmsghdr* h = CMSG_FIRSTHDR(&message); h != nullptr; h = CMSG_NXTHDR(&message, h)) {
+        if (h->cmsg_level != SOL_SOCKET || h->cmsg_type != SCM_RIGHTS) continue;
+        const std::size_t count = (h->cmsg_len - CMSG_LEN(0)) / sizeof(int);
+        for (std::size_t i = 0; i < count; ++i) {
+          int fd_received;
+          std::memcpy(&fd_received, CMSG_DATA(h) + i * sizeof(int), sizeof(int));
+          descriptors->emplace_back(fd_received);
+        }
+      }
+    }
+    return n == 0 ? -1 : n;
+  }
+}
+
+void send_all(int fd, std::span<const std::uint8_t> bytes, const Deadline& deadline, std::span<const int> descriptors) {
+  while (!bytes.empty()) {
+    const long n = send_some(fd, bytes, descriptors);
+    if (n < 0) throw Error(Kind::peer_lost, "the connection was closed while something was being sent");
+    if (n == 0) {
+      if (!wait_for(fd, POLLOUT, deadline)) throw Error(Kind::deadline, "the peer does not read");
+      continue;
+    }
+    descriptors = {};
+    bytes = bytes.subspan(static_cast<std::size_t>(n));
+  }
+}
+
+Frame receive_frame(int fd, std::size_t max_body_bytes, const Deadline& deadline) {
+  Frame frame;
+  const auto fill = [&](std::uint8_t* out, std::size_t n) {
+    while (n > 0) {
+      const long got = receive_some(fd, {out, n}, &frame.descriptors);
+      if (got < 0) throw Error(Kind::peer_lost, "the connection was closed before an answer came");
+      if (got == 0) {
+        if (!wait_for(fd, POLLIN, deadline)) throw Error(Kind::deadline, "no answer in time");
+        continue;
+      }
+      out += got;
+      n -= static_cast<std::size_t>(got);
+    }
+  };
+  fill(reinterpret_cast<std::uint8_t*>(&frame.header), sizeof frame.header);
+  if (frame.header.body_bytes > max_body_bytes) throw wire::WireError("a frame is larger than allowed here");
+  frame.body.resize(frame.header.body_bytes);
+  fill(frame.body.data(), frame.body.size());
+  return frame;
+}
+
+FrameBuffer::State FrameBuffer::read(int fd, Frame& frame) {
+  constexpr std::size_t read_ahead = 4096;
+  for (;;) {
+    std::size_t want = sizeof(wire::Header);
+    if (have_ >= want) {
+      wire::Header header;
+      std::memcpy(&header, bytes_.data(), sizeof header);
+      if (header.body_bytes > max_body_bytes_) throw wire::WireError("a frame is larger than allowed here");
+      want += header.body_bytes;
+      if (have_ >= want) {
+        frame.header = header;
+        frame.body.assign(bytes_.begin() + sizeof header, bytes_.begin() + static_cast<std::ptrdiff_t>(want));
+        frame.descriptors = std::move(descriptors_);
+        descriptors_.clear();
+        std::memmove(bytes_.data(), bytes_.data() + want, have_ - want);
+        have_ -= want;
+        if (bytes_.size() > 1 << 20 && have_ <= read_ahead) {  // a big request is rare: do not keep its room
+          bytes_.resize(read_ahead);
+          bytes_.shrink_to_fit();
+        }
+        return State::frame;
+      }
+    }
+    // Memory grows with what has come, not with what a header promises.
+    const std::size_t room = std::min(std::max(want, have_ + read_ahead), have_ + std::max<std::size_t>(have_, read_ahead));
+    if (bytes_.size() < room) bytes_.resize(room);
+    const long n = receive_some(fd, std::span(bytes_).subspan(have_), &descriptors_);
+    if (n < 0) return State::lost;
+    if (n == 0) return State::would_block;
+    have_ += static_cast<std::size_t>(n);
+  }
+}
+
+}  // namespace kvferry

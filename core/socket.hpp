@@ -1,0 +1,76 @@
+// Sockets: addresses, listening, dialling, bytes with descriptors. Knows frames' headers but nothing of what is in them.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "clock.hpp"
+#include "descriptor.hpp"
+#include "error.hpp"
+#include "wire.hpp"
+
+namespace kvferry {
+
+struct Credentials {
+  std::int64_t pid = 0;  // 0: not visible from here
+  std::uint32_t uid = 0;
+};
+
+// `host` is a numeric address or a name; port 0 lets the kernel choose. Throws Error(address_in_use | invalid_argument).
+Descriptor listen_tcp(const std::string& host, std::uint16_t port);
+Descriptor listen_abstract(const std::string& name);
+// Non-blocking sockets. dial_* with a deadline waits until connected: Error(link_failed | deadline).
+Descriptor dial_tcp(const std::string& host, std::uint16_t port, const Deadline& deadline);
+Descriptor dial_abstract(const std::string& name, const Deadline& deadline);
+// Starts connecting and returns; writes wait until the kernel has connected. Empty if it failed at once.
+Descriptor start_dial_tcp(const std::string& numeric_host, std::uint16_t port);
+Descriptor accept_on(int listener, int& error);  // empty: error says why
+
+struct Endpoint {
+  std::string host;
+  std::uint16_t port = 0;
+  bool loopback = false;
+  std::string text() const;  // "127.0.0.1:7000", "[::1]:7000"
+};
+Endpoint local_endpoint(int fd);
+Endpoint peer_endpoint(int fd);
+std::optional<Credentials> peer_credentials(int unix_fd);
+Descriptor peer_pidfd(int unix_fd, std::int64_t pid);  // SO_PEERPIDFD where there is one; empty if it cannot be had
+
+void tune_lane(int fd);  // TCP_NODELAY, buffers
+
+// One non-blocking write of `bytes` (and descriptors with its first byte): how many went, 0 for "would block", -1 for lost.
+long send_some(int fd, std::span<const std::uint8_t> bytes, std::span<const int> descriptors = {});
+// One non-blocking read: bytes read, 0 for "would block", -1 for lost or ended. Received descriptors are appended.
+long receive_some(int fd, std::span<std::uint8_t> into, std::vector<Descriptor>* descriptors = nullptr);
+
+// For threads of callers, which may wait. Throw Error(peer_lost | deadline).
+void send_all(int fd, std::span<const std::uint8_t> bytes, const Deadline& deadline, std::span<const int> descriptors = {});
+struct Frame {
+  wire::Header header;
+  std::vector<std::uint8_t> body;
+  std::vector<Descriptor> descriptors;
+};
+Frame receive_frame(int fd, std::size_t max_body_bytes, const Deadline& deadline);
+
+// Collects bytes of one connection into frames.
+class FrameBuffer {
+ public:
+  explicit FrameBuffer(std::size_t max_body_bytes) : max_body_bytes_(max_body_bytes) {}
+  enum class State { frame, would_block, lost };
+  // Reads until a whole frame is there. Throws wire::WireError for a frame over the limit.
+  State read(int fd, Frame& frame);
+  bool empty() const noexcept { return have_ == 0; }
+  void set_limit(std::size_t max_body_bytes) noexcept { max_body_bytes_ = max_body_bytes; }
+
+ private:
+  std::size_t max_body_bytes_;
+  std::vector<std::uint8_t> bytes_;  // of the frame in hand
+  std::size_t have_ = 0;
+  std::vector<Descriptor> descriptors_;
+};
+
+}  // namespace kvferry

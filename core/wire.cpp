@@ -1,0 +1,175 @@
+#include "wire.hpp"
+
+namespace kvferry::wire {
+namespace {
+
+template <class E>
+E checked(std::uint8_t value, std::uint8_t last, const char* what) {
+  if (value > last) throw WireError(std::string("unknown ") + what);
+  return static_cast<E>(value);
+}
+
+void put_range(Writer& out, const TensorRange& range) { out.put(range.first).put(range.count); }
+
+TensorRange get_range(Reader& in) {
+  TensorRange range;
+  range.first = in.get<std::uint32_t>();
+  range.count = in.get<std::int64_t>();
+  if (range.count < -1 || range.count > 0xffffffffLL) throw WireError("a tensor range is out of bounds");
+  return range;
+}
+
+std::uint64_t end_of(const std::vector<UnitRun>& runs) {
+  std::uint64_t end = 0;
+  for (const auto& run : runs) end = std::max(end, std::uint64_t{run.first} + run.count);
+  return end;
+}
+
+}  // namespace
+
+void put_guards(Writer& out, const std::vector<Guard>& guards) {
+  out.put(static_cast<std::uint32_t>(guards.size()));
+  for (const auto& guard : guards) out.put(guard.slot).put(guard.number);
+}
+
+std::vector<Guard> get_guards(Reader& in) {
+  std::vector<Guard> guards(in.count(12));
+  if (guards.size() > 1024) throw WireError("too many guards");
+  for (auto& guard : guards) {
+    guard.slot = in.get<std::uint32_t>();
+    guard.number = in.get<std::uint64_t>();
+  }
+  return guards;
+}
+
+void put_runs(Writer& out, const std::vector<UnitRun>& runs) {
+  static_assert(sizeof(UnitRun) == 8);
+  out.put(static_cast<std::uint32_t>(runs.size())).raw(runs.data(), runs.size() * sizeof(UnitRun));
+}
+
+std::vector<UnitRun> get_runs(Reader& in) {
+  std::vector<UnitRun> runs(in.count(sizeof(UnitRun)));
+  in.raw(runs.data(), runs.size() * sizeof(UnitRun));
+  for (const auto& run : runs)
+    if (run.count == 0 || std::uint64_t{run.first} + run.count > (std::uint64_t{1} << 32))
+      throw WireError("a run of blocks is out of bounds");
+  return runs;
+}
+
+void put_target(Writer& out, const Target& target) {
+  out.put(target.by).put(target.id).put(target.model).text(target.name);
+  out.put(static_cast<std::uint32_t>(target.addresses.size()));
+  out.raw(target.addresses.data(), target.addresses.size() * sizeof(std::uint64_t));
+}
+
+Target get_target(Reader& in) {
+  Target target;
+  target.by = checked<Target::By>(in.get<std::uint8_t>(), static_cast<std::uint8_t>(Target::By::addresses), "target");
+  target.id = in.get<std::uint64_t>();
+  target.model = in.get<std::uint64_t>();
+  target.name = in.text();
+  target.addresses.resize(in.count(sizeof(std::uint64_t)));
+  in.raw(target.addresses.data(), target.addresses.size() * sizeof(std::uint64_t));
+  return target;
+}
+
+void put_geometry(Writer& out, const Geometry& geometry) {
+  out.put(geometry.cache_id).text(geometry.name).put(geometry.layout).text(geometry.kind);
+  out.put(geometry.unit_bytes).put(geometry.stride_bytes).put(geometry.count);
+  out.put(static_cast<std::uint32_t>(geometry.tensors.size()));
+  for (const auto& tensor : geometry.tensors) out.put(tensor.address).put(tensor.segment).put(tensor.offset);
+}
+
+Geometry get_geometry(Reader& in) {
+  Geometry geometry;
+  geometry.cache_id = in.get<std::uint64_t>();
+  geometry.name = in.text();
+  geometry.layout = checked<Layout>(in.get<std::uint8_t>(), static_cast<std::uint8_t>(Layout::mixed), "layout");
+  geometry.kind = in.text();
+  geometry.unit_bytes = in.get<std::uint64_t>();
+  geometry.stride_bytes = in.get<std::uint64_t>();
+  geometry.count = in.get<std::uint64_t>();
+  geometry.tensors.resize(in.count(20));
+  for (auto& tensor : geometry.tensors) {
+    tensor.address = in.get<std::uint64_t>();
+    tensor.segment = in.get<std::uint32_t>();
+    tensor.offset = in.get<std::uint64_t>();
+  }
+  try {
+    geometry.check();
+  } catch (const Error& error) {
+    throw WireError(error.what());
+  }
+  return geometry;
+}
+
+void put_select(Writer& out, const SourceSelect& select) {
+  out.put(select.tensor_first).put(select.tensor_count).put(static_cast<std::uint8_t>(select.all_tensors));
+  out.put(select.unit_bytes).put(select.row).put(select.row_bytes).put(select.whole_count);
+  put_runs(out, select.units);
+}
+
+SourceSelect get_select(Reader& in) {
+  SourceSelect select;
+  select.tensor_first = in.get<std::uint32_t>();
+  select.tensor_count = in.get<std::uint32_t>();
+  select.all_tensors = in.get<std::uint8_t>() != 0;
+  select.unit_bytes = in.get<std::uint64_t>();
+  select.row = in.get<std::int64_t>();
+  select.row_bytes = in.get<std::uint64_t>();
+  select.whole_count = in.get<std::uint64_t>();
+  select.units = get_runs(in);
+  return select;
+}
+
+void put_moves(Writer& out, const Moves& moves) {
+  put_moves(out, moves, moves.source_tensors, moves.destination_tensors);
+}
+
+void put_moves(Writer& out, const Moves& moves, const TensorRange& source, const TensorRange& destination) {
+  out.put(moves.form);
+  put_range(out, source);
+  put_range(out, destination);
+  out.put(moves.source_row).put(moves.destination_row).put(moves.size_bytes).put(moves.last_listed);
+  put_runs(out, moves.source);
+  put_runs(out, moves.destination);
+}
+
+std::shared_ptr<const Moves> get_moves(Reader& in) {
+  auto moves = std::make_shared<Moves>();
+  moves->form = checked<Moves::Form>(in.get<std::uint8_t>(), static_cast<std::uint8_t>(Moves::Form::row_to_blocks), "form");
+  moves->source_tensors = get_range(in);
+  moves->destination_tensors = get_range(in);
+  moves->source_row = in.get<std::int64_t>();
+  moves->destination_row = in.get<std::uint32_t>();
+  moves->size_bytes = in.get<std::int64_t>();
+  moves->last_listed = in.get<std::uint32_t>();
+  moves->source = get_runs(in);
+  moves->destination = get_runs(in);
+  if (moves->form == Moves::Form::blocks) {
+    if (moves->source.size() != moves->destination.size()) throw WireError("block lists differ in length");
+    for (std::size_t i = 0; i < moves->source.size(); ++i)
+      if (moves->source[i].count != moves->destination[i].count) throw WireError("block runs differ in length");
+  }
+  for (const auto& run : moves->destination) moves->units += run.count;
+  moves->source_end = end_of(moves->source);
+  moves->destination_end = end_of(moves->destination);
+  return moves;
+}
+
+void put_outcome(Writer& out, const Outcome& outcome) {
+  out.put(outcome.kind).put(static_cast<std::uint8_t>(outcome.touched)).put(static_cast<std::uint8_t>(outcome.settled));
+  out.text(outcome.sentence);
+}
+
+Outcome get_outcome(Reader& in) {
+  Outcome outcome;
+  const auto kind = in.get<std::uint16_t>();
+  outcome.kind = kind <= static_cast<std::uint16_t>(Kind::internal) ? static_cast<Kind>(kind) : Kind::internal;
+  outcome.touched = in.get<std::uint8_t>() != 0;
+  outcome.settled = in.get<std::uint8_t>() != 0;
+  outcome.sentence = in.text();
+  return outcome;
+}
+
+}  // namespace kvferry::wire

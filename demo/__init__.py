@@ -1,0 +1,7 @@
+"""``python -m demo``: one process computes the KV cache of a prompt, another one decodes from it.
+
+Reads from top to bottom as a house of its own: ``__main__`` (what was asked, how it ended) drives ``play`` (the order of
+events), which drives two ``worker`` processes over a ``channel``; in each of them ``model`` runs the transformer and
+``paged`` is the transformer's KV cache, whose storage kvferry knows. ``weights`` and ``prompt`` bring what they run on,
+``report`` prints.
+"""

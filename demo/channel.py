@@ -1,0 +1,116 @@
+"""Words between the demo and its two processes: one JSON object per line, a request and its answer, over a pipe.
+
+Only orders and figures pass here, never a byte of a KV cache: that is kvferry's. A worker that ends, hangs or fails
+becomes one exception with a sentence in it.
+"""
+
+import json
+import os
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any
+
+ENDS_WITHIN_S = 5.0
+
+
+class WorkerFailedError(Exception):
+    """A worker answered with an error, ended, or did not answer in time."""
+
+
+class Worker:
+    """A process that runs ``python -m demo.worker ROLE``. Driven by the process that started it.
+
+    States: idle -> asked (``ask``) -> idle (``answer``); ended after ``close`` or when the process is gone.
+    """
+
+    def __init__(self, role: str, environment: Mapping[str, str]) -> None:
+        self.role = role
+        self._asked = ""
+        self._unread = b""
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "demo.worker", role],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, **environment},
+        )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def ask(self, what: str, **arguments: Any) -> None:
+        """Sends a request and does not wait for its answer."""
+        self._asked = what
+        line = json.dumps({"do": what, **arguments}).encode() + b"\n"
+        try:
+            self._process.stdin.write(line)
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            raise self._gone() from None
+
+    def answer(self, timeout_s: float = 120.0) -> Any:
+        """Waits for the answer to the last request.
+
+        :raises WorkerFailedError: it could not be carried out, or nothing came in time.
+        """
+        answer = json.loads(self._line(time.monotonic() + timeout_s, timeout_s))
+        if "error" in answer:
+            raise WorkerFailedError(answer["error"])
+        return answer["result"]
+
+    def call(self, what: str, **arguments: Any) -> Any:
+        self.ask(what, **arguments)
+        return self.answer()
+
+    def close(self) -> None:
+        """Lets the process end by closing its input; ends it where it does not."""
+        self._process.stdin.close()
+        try:
+            self._process.wait(ENDS_WITHIN_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._process.stdout.close()
+
+    def __enter__(self) -> "Worker":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _line(self, deadline: float, timeout_s: float) -> bytes:
+        while b"\n" not in self._unread:
+            left = deadline - time.monotonic()
+            if left <= 0 or not select.select([self._process.stdout], [], [], left)[0]:
+                raise WorkerFailedError(f"The {self.role} process did not finish '{self._asked}' in {timeout_s:.0f} s.")
+            piece = os.read(self._process.stdout.fileno(), 1 << 16)
+            if not piece:
+                raise self._gone()
+            self._unread += piece
+        line, self._unread = self._unread.split(b"\n", 1)
+        return line
+
+    def _gone(self) -> WorkerFailedError:
+        status = self._process.wait(ENDS_WITHIN_S)
+        why = f"was ended by signal {-status}" if status < 0 else f"ended with status {status}"
+        return WorkerFailedError(f"The {self.role} process {why} during '{self._asked}' (its last words are above).")
+
+
+def serve(actions: Any, expected: tuple[type[Exception], ...]) -> None:
+    """The worker's side: carries out requests as methods of ``actions`` until the pipe is closed.
+
+    What is printed meanwhile goes to standard error. Errors of the ``expected`` kinds become answers; any other ends
+    the process with its traceback, which is what its starter reports.
+    """
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    for line in sys.stdin:
+        request = json.loads(line)
+        try:
+            answer = {"result": getattr(actions, request.pop("do"))(**request)}
+        except expected as error:
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        answers.write(json.dumps(answer) + "\n")

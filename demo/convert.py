@@ -1,0 +1,21 @@
+"""Turns one GGUF file into a float32 model folder: ``python -m demo.convert FILE FOLDER``. Driven by ``weights``."""
+
+import sys
+from pathlib import Path
+
+
+def main(source: Path, folder: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    where = {"pretrained_model_name_or_path": source.parent, "gguf_file": source.name}
+    model = AutoModelForCausalLM.from_pretrained(
+        **where, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32
+    )
+    model.config.name_or_path = ""
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(**where).save_pretrained(folder)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

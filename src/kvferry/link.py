@@ -1,0 +1,305 @@
+"""A link: a live peer, and the verbs that move bytes to and from it.
+
+Either side may pull and push, whoever connected. Pulling is copied by this process into its own memory; a push is carried
+out by the receiver. Each verb turns the caller's words into the core's and does no more: what exists, what fits and what
+is still alive is decided there. A one-off call adds about two microseconds to the core's own.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from kvferry import _core, moves
+from kvferry.cache import Cache, own_id
+from kvferry.errors import InternalError, KvferryError
+from kvferry.layers import LayerPush
+from kvferry.moves import BlockMap, Units
+from kvferry.names import Addresses, FarCache, Targets, is_window, target
+from kvferry.options import checked_timeout, transport_bit
+from kvferry.records import CacheDescription, LinkStatistics, record
+from kvferry.transfer import Prepared, Transfer
+
+if TYPE_CHECKING:
+    from kvferry.node import Node
+
+__all__ = ["Link"]
+
+_CLOSE_MS = 1000
+
+
+class Link:
+    """Made by :meth:`kvferry.Node.link`, or found in :attr:`kvferry.Node.links` when the peer connected.
+
+    Arguments that mean the same in every verb:
+
+    =====================  =========================================================================================
+    ``blocks``             ``{source: destination, ...}`` or ``(sources, destinations)``, two sequences or arrays; a
+                           destination named twice keeps its last writer. With a window on the far side also a list of this
+                           side's blocks, in the window's order (its owner is asked for it first)
+    ``row``                the row of this side's cache; the far side's is ``source_row`` or ``destination_row``, by
+                           default the row that the key names, else row 0
+    ``row_to_blocks``      blocks that the source's row fills, in order; the last one gets what is left
+    ``size_bytes``         how much of a row to move, from its start; by default this side's whole row
+    ``layers``             ``range`` of layers of this side's cache, and of the far side's unless that has its own
+    ``tensors_per_layer``  layer L is tensors ``[L * n, (L + 1) * n)``; 2 for K and V in turns
+    ``timeout_ms``         the operation's deadline, 0 to 2**31 - 1
+    ``transport``          ``"map"``, ``"cma"`` or ``"socket"``, instead of the fastest that the link offers
+    =====================  =========================================================================================
+
+    Without blocks and rows, everything is moved: unit i to unit i.
+
+    Errors of every verb: InvalidArgument, CacheNotFound, NotLinked, NodeClosed and Unsupported come before the first
+    byte. PeerLost, DeadlineExceeded and Cancelled may come later, and so may CacheNotFound, when the source ends
+    meanwhile: then ``bytes_touched`` says whether the destination spans of this operation may have changed, and
+    ``destination_settled`` whether the receiver is known to have stopped. Repeating is safe after every error, except
+    that a request key of an allocated cache is used up by the pull that succeeded.
+    """
+
+    __slots__ = ("__weakref__", "_core", "_node", "_targets")
+
+    def __init__(self, core: _core.Link, node: "Node") -> None:
+        self._core = core
+        self._node = node
+        self._targets = Targets()
+
+    # --- verbs -------------------------------------------------------------------------------------------------------
+
+    def pull(
+        self,
+        source: FarCache,
+        *,
+        into: Cache | int,
+        blocks: BlockMap | None = None,
+        row: int | None = None,
+        source_row: int | None = None,
+        row_to_blocks: Units | None = None,
+        size_bytes: int | None = None,
+        layers: range | None = None,
+        source_layers: range | None = None,
+        tensors_per_layer: int = 2,
+        timeout_ms: int = 1000,
+        transport: str | None = None,
+    ) -> _core.Done:
+        """Copies from the peer's ``source`` into this node's cache ``into`` and returns when the bytes are there."""
+        if is_window(source):
+            blocks = self._beside_window(source, blocks, timeout_ms, far_first=True)
+        what = moves.pull(
+            source, blocks, row, source_row, row_to_blocks, size_bytes, layers, source_layers, tensors_per_layer
+        )
+        by = transport_bit(transport)
+        return self._core.pull(self._targets.of(source), own_id(into), what, checked_timeout(timeout_ms), by)
+
+    def pull_async(
+        self,
+        source: FarCache,
+        *,
+        into: Cache | int,
+        blocks: BlockMap | None = None,
+        row: int | None = None,
+        source_row: int | None = None,
+        row_to_blocks: Units | None = None,
+        size_bytes: int | None = None,
+        layers: range | None = None,
+        source_layers: range | None = None,
+        tensors_per_layer: int = 2,
+        timeout_ms: int = 1000,
+        transport: str | None = None,
+    ) -> Transfer:
+        """Starts a :meth:`pull` and returns at once; ``await`` what it returns, or wait for it."""
+        if is_window(source):
+            blocks = self._beside_window(source, blocks, timeout_ms, far_first=True)
+        what = moves.pull(
+            source, blocks, row, source_row, row_to_blocks, size_bytes, layers, source_layers, tensors_per_layer
+        )
+        by = transport_bit(transport)
+        core = self._core.pull_async(self._targets.of(source), own_id(into), what, checked_timeout(timeout_ms), by)
+        return Transfer(core, self)
+
+    def prepare_pull(
+        self,
+        source: FarCache,
+        *,
+        into: Cache | int,
+        blocks: BlockMap | None = None,
+        row: int | None = None,
+        source_row: int | None = None,
+        row_to_blocks: Units | None = None,
+        size_bytes: int | None = None,
+        layers: range | None = None,
+        source_layers: range | None = None,
+        tensors_per_layer: int = 2,
+        timeout_ms: int = 1000,
+        transport: str | None = None,
+    ) -> Prepared:
+        """Resolves a :meth:`pull` without moving anything, so that it can be run many times at the least cost.
+
+        ``timeout_ms`` is for asking the peer; each run has its own.
+        """
+        if is_window(source):
+            blocks = self._beside_window(source, blocks, timeout_ms, far_first=True)
+        what = moves.pull(
+            source, blocks, row, source_row, row_to_blocks, size_bytes, layers, source_layers, tensors_per_layer
+        )
+        by = transport_bit(transport)
+        core = self._core.prepare_pull(self._targets.of(source), own_id(into), what, checked_timeout(timeout_ms), by)
+        return Prepared(core, self)
+
+    def push(
+        self,
+        mine: Cache | int,
+        *,
+        to: FarCache | Addresses,
+        blocks: BlockMap | None = None,
+        row: int | None = None,
+        destination_row: int | None = None,
+        row_to_blocks: Units | None = None,
+        size_bytes: int | None = None,
+        layers: range | None = None,
+        destination_layers: range | None = None,
+        tensors_per_layer: int = 2,
+        timeout_ms: int = 1000,
+        transport: str | None = None,
+    ) -> _core.Done:
+        """Has the peer copy from this node's cache ``mine`` into its own cache ``to``; returns when the bytes are there."""
+        if is_window(to):
+            blocks = self._beside_window(to, blocks, timeout_ms, far_first=False)
+        what = moves.push(
+            blocks, row, destination_row, row_to_blocks, size_bytes, layers, destination_layers, tensors_per_layer
+        )
+        by = transport_bit(transport)
+        return self._core.push(own_id(mine), self._targets.of(to), what, checked_timeout(timeout_ms), by)
+
+    def push_async(
+        self,
+        mine: Cache | int,
+        *,
+        to: FarCache | Addresses,
+        blocks: BlockMap | None = None,
+        row: int | None = None,
+        destination_row: int | None = None,
+        row_to_blocks: Units | None = None,
+        size_bytes: int | None = None,
+        layers: range | None = None,
+        destination_layers: range | None = None,
+        tensors_per_layer: int = 2,
+        timeout_ms: int = 1000,
+        transport: str | None = None,
+    ) -> Transfer:
+        """Starts a :meth:`push` and returns at once; ``mine`` must stay as it is until the transfer has ended."""
+        if is_window(to):
+            blocks = self._beside_window(to, blocks, timeout_ms, far_first=False)
+        what = moves.push(
+            blocks, row, destination_row, row_to_blocks, size_bytes, layers, destination_layers, tensors_per_layer
+        )
+        by = transport_bit(transport)
+        core = self._core.push_async(own_id(mine), self._targets.of(to), what, checked_timeout(timeout_ms), by)
+        return Transfer(core, self)
+
+    def push_layers(
+        self,
+        mine: Cache | int,
+        *,
+        to: FarCache | Addresses,
+        blocks: BlockMap | None = None,
+        row: int | None = None,
+        destination_row: int | None = None,
+        row_to_blocks: Units | None = None,
+        layers: Sequence[int] | None = None,
+        destination_layers: Sequence[int] | None = None,
+        tensors_per_layer: int = 2,
+        timeout_ms: int = 1000,
+        transport: str | None = None,
+    ) -> LayerPush:
+        """Starts a push that sends each layer once it is declared ready, in the order of ``layers``.
+
+        ``layers[i]`` goes to ``destination_layers[i]``; by default all layers of ``mine``, each to the same number. With
+        :class:`Addresses`, ``tensors_per_layer`` of them for each layer. ``timeout_ms`` counts for each layer from its
+        readiness::
+
+            with link.push_layers(mine, to="kv", blocks={0: 2}) as push:
+                for number, layer in enumerate(model.layers):
+                    layer(x, kv)
+                    push.layer_ready(number)
+        """
+        if layers is None:
+            layers = moves.layers_of(self._node.cache(mine).tensors, tensors_per_layer)
+        numbers = moves.layer_numbers(layers)
+        there = numbers if destination_layers is None else moves.layer_numbers(destination_layers)
+        if is_window(to):
+            blocks = self._beside_window(to, blocks, timeout_ms, far_first=False)
+        what = moves.push(blocks, row, destination_row, row_to_blocks, None, None, None, tensors_per_layer)
+        core = self._core.push_layers(
+            own_id(mine),
+            self._targets.of(to),
+            what,
+            numbers,
+            tensors_per_layer,
+            there,
+            checked_timeout(timeout_ms),
+            transport_bit(transport),
+        )
+        return LayerPush(core, self, numbers)
+
+    def describe(self, source: FarCache, timeout_ms: int = 1000) -> CacheDescription:
+        """What ``source`` stands for at the peer right now. Moves nothing.
+
+        :raises CacheNotFound: nothing.
+        """
+        return record(CacheDescription, self._core.describe(self._targets.of(source), checked_timeout(timeout_ms)))
+
+    # --- life --------------------------------------------------------------------------------------------------------
+
+    @property
+    def peer(self) -> str:
+        """The peer in words, such as ``node 7 at 127.0.0.1:7000``."""
+        return self._core.peer
+
+    @property
+    def peer_id(self) -> int:
+        """The peer's node id."""
+        return self._core.peer_id
+
+    @property
+    def alive(self) -> bool:
+        """Whether the peer was there when last heard of; a peer that is lost is noticed within the heartbeat time."""
+        return self._core.alive
+
+    def unlink(self, timeout_ms: int = 3000, force: bool = False) -> None:
+        """Ends the link on both sides, after the operations in flight; a link that has ended is left alone.
+
+        ``force``: ends this side at once and does not ask the peer, which sees the link go down.
+
+        :raises KvferryError: the peer did not answer; the link stays, unless ``force`` is used.
+        """
+        self._core.unlink(checked_timeout(timeout_ms), force)
+
+    def close(self) -> None:
+        """Ends the link, with the peer's consent if it answers within a second, and without it if not."""
+        try:
+            self._core.unlink(_CLOSE_MS, not self._core.alive)
+        except KvferryError:
+            self._core.unlink(_CLOSE_MS, True)
+
+    def statistics(self) -> LinkStatistics:
+        """What the link is and did so far; a record that does not change."""
+        return record(LinkStatistics, self._core.statistics())
+
+    def __enter__(self) -> "Link":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<Link to {self.peer}{'' if self.alive else ', ended'}>"
+
+    def _beside_window(
+        self, window: object, blocks: BlockMap | None, timeout_ms: int, *, far_first: bool
+    ) -> BlockMap | None:
+        """Puts a plain list of this side's blocks beside the window's own, which its owner is asked for."""
+        if blocks is None or not moves.is_list(blocks):
+            return blocks
+        units = record(CacheDescription, self._core.describe(target(window), checked_timeout(timeout_ms))).window
+        if units is None:
+            raise InternalError(f"{self.peer} did not say which blocks the window has", peer=self.peer)
+        mine: Units = blocks  # type: ignore[assignment]
+        return (units, mine) if far_first else (mine, units)

@@ -1,0 +1,208 @@
+"""Block maps, rows and layers as callers write them, turned into the core's moves.
+
+``mine`` is the side that the caller registered, ``far`` the other: a pull moves from far to mine, a push from mine to far.
+Numbers are passed on as they are: whether a block or row exists is for the cores to say. Knows no caches and no links.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvferry import _core
+from kvferry.errors import InvalidArgument
+from kvferry.names import PrefixKey, RequestKey
+
+__all__ = [
+    "BlockMap",
+    "Units",
+    "is_list",
+    "layer_numbers",
+    "layers_of",
+    "move",
+    "pull",
+    "push",
+    "tensor_ranges",
+    "unit_numbers",
+]
+
+Units = Sequence[int] | npt.NDArray[np.integer[Any]]
+BlockMap = Mapping[int, int] | tuple[Units, Units] | Units
+TensorRange = tuple[int, int]
+ALL: TensorRange = (0, -1)
+KEY_ROW = -1  # the row that the key names
+_blocks = _core.Moves.blocks
+
+
+def pull(
+    source: object,
+    blocks: BlockMap | None,
+    row: int | None,
+    source_row: int | None,
+    row_to_blocks: Units | None,
+    size_bytes: int | None,
+    layers: range | None,
+    source_layers: range | None,
+    tensors_per_layer: int,
+) -> _core.Moves:
+    """The moves of a pull from ``source``; arguments as in :meth:`kvferry.Link.pull`."""
+    rowless = row is None and source_row is None and row_to_blocks is None and size_bytes is None
+    if rowless and blocks.__class__ is dict and layers is None and source_layers is None:
+        return _paired(
+            list(blocks), list(blocks.values()), ALL, ALL, keep_order=False
+        )  # the ordinary call, without the detour
+    mine, far = tensor_ranges(layers, source_layers, tensors_per_layer, "source_layers")
+    if source_row is None and isinstance(source, (RequestKey, PrefixKey)):
+        source_row = KEY_ROW
+    return move(blocks, source_row, row, row_to_blocks, size_bytes, far, mine)
+
+
+def push(
+    blocks: BlockMap | None,
+    row: int | None,
+    destination_row: int | None,
+    row_to_blocks: Units | None,
+    size_bytes: int | None,
+    layers: range | None,
+    destination_layers: range | None,
+    tensors_per_layer: int,
+) -> _core.Moves:
+    """The moves of a push; arguments as in :meth:`kvferry.Link.push`."""
+    mine, far = tensor_ranges(layers, destination_layers, tensors_per_layer, "destination_layers")
+    if row is not None and destination_row is None and row_to_blocks is None:
+        destination_row = 0
+    return move(blocks, row, destination_row, row_to_blocks, size_bytes, mine, far)
+
+
+def move(
+    blocks: BlockMap | None,
+    source_row: int | None,
+    destination_row: int | None,
+    row_to_blocks: Units | None,
+    size_bytes: int | None,
+    source: TensorRange,
+    destination: TensorRange,
+    keep_order: bool = False,
+) -> _core.Moves:
+    """Moves between the tensor ranges ``source`` and ``destination`` (first, count).
+
+    ``keep_order``: a block named twice is written twice, in order, because a later pair may read it in between.
+    """
+    if (blocks is not None) + (destination_row is not None) + (row_to_blocks is not None) > 1:
+        raise InvalidArgument(
+            "give one of blocks=, a row to go to, and row_to_blocks=; each says where everything goes"
+        )
+    if size_bytes is not None and destination_row is None:
+        raise InvalidArgument(
+            f"size_bytes={size_bytes} is how much of a row to move, and no row is given to move it to"
+        )
+    if destination_row is not None:
+        row, size = 0 if source_row is None else source_row, -1 if size_bytes is None else size_bytes
+        return _core.Moves.row(row, destination_row, size, source_tensors=source, destination_tensors=destination)
+    if row_to_blocks is not None:
+        row, units = 0 if source_row is None else source_row, unit_numbers(row_to_blocks)
+        return _core.Moves.row_to_blocks(row, units, source_tensors=source, destination_tensors=destination)
+    if source_row not in (None, KEY_ROW):
+        raise InvalidArgument(
+            f"row {source_row} of the source has nowhere to go: give a row to go to, or row_to_blocks="
+        )
+    if blocks is None:
+        return _core.Moves.whole(source_tensors=source, destination_tensors=destination)
+    if is_list(blocks):
+        raise InvalidArgument(
+            f"blocks={_short(blocks)} does not say which block goes where; write blocks={{source: destination, ...}} or "
+            "blocks=(sources, destinations); a plain list goes with a window only"
+        )
+    pair: Any = (list(blocks), list(blocks.values())) if isinstance(blocks, Mapping) else blocks
+    return _paired(pair[0], pair[1], source, destination, keep_order)
+
+
+def is_list(blocks: Any) -> bool:
+    """Whether ``blocks`` is one list of numbers, neither a map nor a pair of lists.
+
+    >>> is_list([4, 5]), is_list(([0, 1], [4, 5])), is_list({0: 4})
+    (True, False, False)
+    """
+    if isinstance(blocks, Mapping):
+        return False
+    pair = isinstance(blocks, (tuple, list, np.ndarray)) and len(blocks) == 2
+    return not (pair and all(hasattr(side, "__len__") for side in blocks))
+
+
+def layers_of(tensors: int, tensors_per_layer: int) -> range:
+    """All layers of a cache of ``tensors`` tensors.
+
+    >>> layers_of(8, 2)
+    range(0, 4)
+    """
+    _checked_width(tensors_per_layer)
+    if tensors % tensors_per_layer:
+        raise InvalidArgument(f"{tensors} tensors are no whole layers of tensors_per_layer={tensors_per_layer}")
+    return range(tensors // tensors_per_layer)
+
+
+def layer_numbers(layers: Sequence[int]) -> list[int]:
+    """``layers`` as a list of whole numbers, in the order given."""
+    return [int(number) for number in unit_numbers(layers)]
+
+
+def tensor_ranges(mine: range | None, far: range | None, width: int, far_word: str) -> tuple[TensorRange, TensorRange]:
+    """Tensor ranges (mine, far): ``layers=`` alone is for both sides, the far side's alone leaves all of mine."""
+    if mine is None and far is None:
+        return ALL, ALL
+    _checked_width(width)
+    mine_range = ALL if mine is None else _tensor_range(mine, width, "layers")
+    return mine_range, mine_range if far is None else _tensor_range(far, width, far_word)
+
+
+def _tensor_range(layers: range, width: int, word: str) -> TensorRange:
+    if not isinstance(layers, range) or layers.step != 1 or layers.start < 0 or not layers:
+        raise InvalidArgument(
+            f"{word}={layers!r} is no range of layers; write range(first, behind_last), as in range(0, 4)"
+        )
+    return layers.start * width, len(layers) * width
+
+
+def _checked_width(width: int) -> None:
+    if not isinstance(width, int) or width < 1:
+        raise InvalidArgument(
+            f"tensors_per_layer={width!r} is no positive number; it is 2 for K and V, 1 for a joint tensor"
+        )
+
+
+def _paired(
+    sources: Units, destinations: Units, source: TensorRange, destination: TensorRange, keep_order: bool
+) -> _core.Moves:
+    # Lists and tuples go to the core as they are, which is quickest for the few blocks of an ordinary call.
+    if not (isinstance(sources, (list, tuple)) and isinstance(destinations, (list, tuple))):
+        sources, destinations = unit_numbers(sources), unit_numbers(destinations)
+    try:
+        if source is ALL and destination is ALL and not keep_order:
+            return _blocks(sources, destinations)
+        return _blocks(
+            sources, destinations, source_tensors=source, destination_tensors=destination, keep_order=keep_order
+        )
+    except TypeError:
+        unit_numbers(sources), unit_numbers(destinations)  # says which of them is no list of whole numbers
+        raise
+
+
+def unit_numbers(units: Units) -> npt.NDArray[np.int64]:
+    """``units`` as the core takes a list of blocks or rows.
+
+    :raises InvalidArgument: they are no list of whole numbers.
+    """
+    array = np.arange(units.start, units.stop, units.step) if isinstance(units, range) else np.asarray(units)
+    if array.size == 0 and array.ndim == 1:
+        return np.empty(0, np.int64)
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise InvalidArgument(
+            f"{_short(units)} is no list of numbers: blocks, rows and layers are whole numbers, in one dimension"
+        )
+    return np.ascontiguousarray(array, dtype=np.int64)
+
+
+def _short(value: object) -> str:
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 60 else text[:57] + "..."

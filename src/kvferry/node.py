@@ -1,0 +1,305 @@
+"""A node: this process's part of the ferry. It holds caches, listens, links, and answers peers from native threads.
+
+The node keeps what is registered alive and names it to the core; verbs that move bytes between nodes are the link's.
+Closing a node, dropping it, or leaving the interpreter ends its links first and lets go of the memory last.
+"""
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+from weakref import WeakValueDictionary, finalize
+
+from kvferry import _core, log, moves
+from kvferry.arrays import Memory, element, recognise_group
+from kvferry.cache import Cache, own_id
+from kvferry.errors import InvalidArgument
+from kvferry.holdings import Holdings, Keys
+from kvferry.link import Link
+from kvferry.moves import BlockMap, Units
+from kvferry.names import Key, key_words
+from kvferry.options import (
+    ACCESSES,
+    ATTACH,
+    PoolOptions,
+    checked_timeout,
+    format_address,
+    one_of,
+    parse_address,
+    pool_options,
+    random_node_id,
+    secret_bytes,
+    transport_bits,
+)
+from kvferry.records import NodeStatistics, record
+from kvferry.windows import Window
+
+__all__ = ["Node"]
+
+_LOG_ENDS_S = 2.0
+
+
+class Node:
+    """A process's end of every link it has; a context manager, and closing twice is fine.
+
+    =========================  =====================================================================================
+    ``listen``                 ``"host:port"`` or ``"[v6]:port"`` where peers may link; port 0 takes a free one, see
+                               :attr:`address`. A node that only links to others needs none
+    ``node_id``                what peers call it; random unless given
+    ``secret``                 what both ends of a link must know. Without one, peers of this host must run under the
+                               same user
+    ``transports``             what may be used at all, of ``map``, ``cma`` and ``socket``
+    ``pool``                   bytes, or :class:`PoolOptions`, of memory for :meth:`allocate`
+    ``heartbeat_ms``           how often a quiet link is used to say that this node is alive
+    ``heartbeat_timeout_ms``   after how much silence a peer is lost
+    ``copy_threads``           threads that share a big copy, the caller's among them; 0: one for each core, at most 4
+    ``lanes``                  data connections per link
+    ``attach``                 ``"any"`` lets every process of this user read this one's memory
+                               (``PR_SET_PTRACER_ANY``), which ``cma`` needs where Yama forbids it otherwise
+    =========================  =====================================================================================
+
+    A forked child finds its copy of the node closed.
+
+    :raises AddressInUse: somebody else listens there; nothing is left behind.
+    """
+
+    def __init__(
+        self,
+        listen: str | None = None,
+        *,
+        node_id: int | None = None,
+        secret: str | bytes | None = None,
+        transports: Sequence[str] = ("map", "cma", "socket"),
+        pool: int | PoolOptions | None = None,
+        heartbeat_ms: int = 1000,
+        heartbeat_timeout_ms: int = 10_000,
+        copy_threads: int = 0,
+        lanes: int = 2,
+        attach: str = "same",
+    ) -> None:
+        where = None if listen is None else parse_address(listen)
+        core = _core.Node(
+            node_id=random_node_id() if node_id is None else node_id,
+            secret=secret_bytes(secret),
+            transports=transport_bits(transports),
+            copy_threads=copy_threads,
+            lanes=lanes,
+            heartbeat_ms=heartbeat_ms,
+            heartbeat_timeout_ms=heartbeat_timeout_ms,
+            attach_any=bool(one_of("attach", attach, ATTACH)),
+        )
+        self._core = core
+        self._address: str | None = None
+        self._holdings = Holdings(core)
+        self._links: WeakValueDictionary[int, Link] = WeakValueDictionary()
+        # What is registered must outlive the core's use of it, also when this object is dropped without being closed.
+        self._end = finalize(self, _end, core, self._holdings.memories, log.start(core))
+        try:
+            if pool is not None:
+                options = pool_options(pool)
+                core.create_pool(
+                    size_bytes=options.size_bytes, page_shift=options.page_shift, segment_bytes=options.segment_bytes
+                )
+            if where is not None:
+                self._address = format_address(*core.listen(*where))
+        except BaseException:
+            self.close()
+            raise
+
+    # --- links -------------------------------------------------------------------------------------------------------
+
+    def listen(self, address: str) -> str:
+        """Lets peers link at ``address``; returns it with the port that was taken.
+
+        :raises AddressInUse: somebody else listens there.
+        """
+        self._address = format_address(*self._core.listen(*parse_address(address)))
+        return self._address
+
+    def stop_listening(self) -> None:
+        """Takes no new links; those that there are stay. Not listening is fine."""
+        self._core.stop_listening()
+        self._address = None
+
+    def link(self, address: str, timeout_ms: int = 3000) -> Link:
+        """Links to the node that listens at ``address``. Afterwards both sides may pull and push.
+
+        :raises LinkFailed: nobody answers there. :raises Refused: another secret, version or user.
+        :raises AlreadyLinked: there is a link to that node. :raises DeadlineExceeded: time was up.
+        """
+        host, port = parse_address(address)
+        return self._wrapped(self._core.connect(host, port, checked_timeout(timeout_ms)))
+
+    @property
+    def links(self) -> list[Link]:
+        """The links that are up, those that peers opened among them."""
+        return [self._wrapped(core) for core in self._core.links()]
+
+    # --- memory ------------------------------------------------------------------------------------------------------
+
+    def register(self, name: str, tensors: Any, *, layout: str = "blocks", keys: Keys = None) -> Cache:
+        """Registers memory that the caller owns, under ``name`` (``""``: none), and keeps it alive meanwhile.
+
+        ``tensors``: one array or a sequence of them, all of one shape ``[blocks or rows, ...]`` and element type: numpy
+        arrays, torch tensors on the CPU, anything with ``__array_interface__`` or DLPack. Each block or row must be
+        contiguous; the distance from one to the next may be larger. For layers, K and V in turns: K0 V0 K1 V1 ….
+        ``keys``: one RequestKey or PrefixKey (or None) per row, or a BlocksKey. The memory is not touched.
+
+        :raises Unsupported: an array is not in host memory. :raises AlreadyExists: the name is taken.
+        :raises InvalidArgument: no array, read-only, units not contiguous, or tensors that differ.
+        """
+        return self._holdings.register(self, name, layout, "host", recognise_group(tensors, name), keys)
+
+    def register_addresses(
+        self,
+        name: str,
+        addresses: Sequence[int],
+        *,
+        unit_bytes: int,
+        count: int,
+        stride_bytes: int | None = None,
+        layout: str = "blocks",
+        kind: str = "host",
+        keys: Keys = None,
+    ) -> Cache:
+        """Registers memory by raw addresses: tensors of ``count`` units of ``unit_bytes``, ``stride_bytes`` apart.
+
+        The caller keeps it alive until the cache is unregistered. Addresses that are not mapped, or not writable, are
+        found at the first use: an InvalidArgument that names cache and tensor, never a crash.
+
+        :raises Unsupported: this build moves no memory of that ``kind``.
+        """
+        memories = [Memory.plain(address, (count, unit_bytes), "uint8", 1, stride_bytes) for address in addresses]
+        if not memories:
+            raise InvalidArgument(
+                f"cache {name!r}: a cache needs at least one address", cache=name, operation="register"
+            )
+        return self._holdings.register(self, name, layout, kind, memories, keys)
+
+    def allocate(
+        self, name: str, *, tensors: int, shape: Sequence[int], dtype: Any, layout: str = "blocks", keys: Keys = None
+    ) -> Cache:
+        """Takes a cache of ``tensors`` tensors of ``shape`` from the node's pool; peers on this host may map it.
+
+        Its bytes are reached by :meth:`Cache.numpy` and :meth:`Cache.torch`. ``dtype``: a name such as ``"bfloat16"``, or a
+        numpy or torch element type.
+
+        :raises OutOfMemory: the pool has too little left; nothing is kept. :raises Unsupported: there is no pool.
+        :raises InvalidArgument: a key is bound already, or there are more keys than rows.
+        """
+        dtype_name, itemsize = element(dtype)
+        sizes = tuple(int(length) for length in shape)
+        if not sizes:
+            raise InvalidArgument("shape=() has no dim 0, which counts the blocks or rows")
+        like = Memory.plain(0, sizes, dtype_name, itemsize)
+        return self._holdings.allocate(self, name, layout, tensors, like, keys)
+
+    def unregister(self, cache: Cache | int) -> bool:
+        """Ends a cache, allocated or not; False if there is none (any more).
+
+        When this returns nobody's bytes move under it, its peers' reads that were under way fail, and its memory may be
+        freed or used for something else.
+
+        :raises Busy: the kernel itself holds a copy; the memory must stay.
+        """
+        return self._holdings.unregister(cache)
+
+    def deallocate(self, cache: Cache | int) -> bool:
+        """Gives an allocated cache back, or, while request keys are bound to it, leaves it to its peers until the last of
+        them has been pulled or removed. False if there is no such allocated cache."""
+        return self._holdings.deallocate(cache)
+
+    def remove_key(self, key: Key) -> bool:
+        """Unbinds a key of an allocated cache; False if it is not bound."""
+        return self._core.remove_key(key_words(key))
+
+    @property
+    def caches(self) -> list[Cache]:
+        """What is registered at this node, in the order of registration."""
+        return list(self._holdings.caches.values())
+
+    def cache(self, cache: Cache | int) -> Cache:
+        """The cache with that id.
+
+        :raises CacheNotFound: it is not registered here (any more).
+        """
+        return self._holdings.find(cache)
+
+    def open_window(self, cache: Cache | int, units: Units, access: str, ttl_ms: int) -> Window:
+        """The same as :meth:`Cache.window`, which says what it is for."""
+        listed = moves.unit_numbers(units)
+        bits = one_of("access", access, ACCESSES)
+        name = self._core.open_window(own_id(cache), listed, bits, checked_timeout(ttl_ms))
+        return Window(name, access, len(listed), self._core)
+
+    def copy(
+        self,
+        source: Cache | int,
+        into: Cache | int,
+        *,
+        blocks: BlockMap | None = None,
+        row: int | None = None,
+        source_row: int | None = None,
+        row_to_blocks: Units | None = None,
+        size_bytes: int | None = None,
+        layers: range | None = None,
+        source_layers: range | None = None,
+        tensors_per_layer: int = 2,
+    ) -> _core.Done:
+        """Copies between two caches of this node, or within one, then in the order given. Arguments as in
+        :meth:`Link.pull`; ``source_row`` is 0 unless given."""
+        here, there = moves.tensor_ranges(layers, source_layers, tensors_per_layer, "source_layers")
+        from_, to = own_id(source), own_id(into)
+        what = moves.move(blocks, source_row, row, row_to_blocks, size_bytes, there, here, keep_order=from_ == to)
+        return self._core.copy(from_, to, what)
+
+    # --- life --------------------------------------------------------------------------------------------------------
+
+    @property
+    def address(self) -> str | None:
+        """Where it listens, with the port taken; None if it does not."""
+        return self._address
+
+    @property
+    def node_id(self) -> int:
+        """What peers call it."""
+        return self._core.node_id
+
+    @property
+    def closed(self) -> bool:
+        """Whether it is closed, or this process is a forked child of the one that made it."""
+        return self._core.closed
+
+    def statistics(self) -> NodeStatistics:
+        """What it holds right now; a record that does not change."""
+        return record(NodeStatistics, self._core.statistics())
+
+    def close(self) -> None:
+        """Ends its links and caches. When this returns its threads have ended and nothing is read or written any more."""
+        self._core.close()
+        self._end()
+        self._holdings.caches.clear()
+        self._address = None
+
+    def __enter__(self) -> "Node":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        where = f" at {self._address}" if self._address else ""
+        return f"<Node {self.node_id}{where}{', closed' if self.closed else ''}>"
+
+    def _wrapped(self, core: _core.Link) -> Link:
+        link = self._links.get(core.link_id)
+        if link is None:
+            link = self._links[core.link_id] = Link(core, self)
+        return link
+
+
+def _end(core: _core.Node, memories: dict[int, tuple[Memory, ...]], logging_thread: threading.Thread) -> None:
+    """Closes the core before the memory that it may be reading goes, and before the interpreter does."""
+    core.close()
+    if logging_thread is not threading.current_thread():
+        logging_thread.join(_LOG_ENDS_S)
+    memories.clear()

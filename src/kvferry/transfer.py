@@ -1,0 +1,90 @@
+"""Operations in flight, and pulls that are prepared to be run again and again.
+
+The core does the work and knows the end; these are the ways to wait for it: with a time limit, by polling, or by await.
+"""
+
+import time
+from collections.abc import Generator
+from typing import TYPE_CHECKING, Any
+
+from kvferry import _core
+from kvferry.errors import DeadlineExceeded
+from kvferry.options import LONGEST_MS, checked_timeout
+
+if TYPE_CHECKING:
+    from kvferry.link import Link
+
+__all__ = ["Prepared", "Transfer"]
+
+# A wait is cut into stretches so that Ctrl-C is heard: the core's own wait does not look at signals.
+_STRETCH_MS = 200
+
+
+class Transfer:
+    """A pull or push in flight; made by ``link.pull_async`` and ``link.push_async``, and awaitable.
+
+    However it ends, it is settled: no byte of its destination is written on its behalf afterwards. Dropping this object
+    does not end the operation; its own deadline does.
+    """
+
+    __slots__ = ("_core", "_link")
+
+    def __init__(self, core: _core.Transfer, link: "Link") -> None:
+        self._core = core
+        self._link = link  # the link, and with it the node, lives as long as this
+
+    def done(self) -> bool:
+        """Whether it has ended, in whatever way; never waits."""
+        return self._core.done()
+
+    def wait(self, timeout_ms: int | None = None) -> _core.Done:
+        """Waits until it ends, for ``timeout_ms`` at most; None: until its own deadline ends it at the latest.
+
+        :raises DeadlineExceeded: with ``done()`` False, the wait is over and the operation goes on: wait again or
+            cancel it. With ``done()`` True, the operation itself was too late.
+        :raises KvferryError: what it ended with; ``bytes_touched`` says what is known of its destination.
+        """
+        core = self._core
+        until = time.monotonic() + (LONGEST_MS if timeout_ms is None else checked_timeout(timeout_ms)) / 1000
+        while not core.done():
+            left_ms = max(0, round((until - time.monotonic()) * 1000))
+            try:
+                return core.wait(min(left_ms, _STRETCH_MS))
+            except DeadlineExceeded:
+                if left_ms <= _STRETCH_MS and not core.done():
+                    raise
+        return core.wait(0)
+
+    def cancel(self) -> bool:
+        """Asks it to stop; False if it had ended. It has stopped when it is ``done()``, which is soon: after the piece in
+        hand. Waiting for it then raises Cancelled, or gives the result if the end came first."""
+        return self._core.cancel()
+
+    def __await__(self) -> Generator[Any, None, _core.Done]:
+        """Waits in the running asyncio loop. A task that is cancelled here cancels the operation and waits until it has
+        stopped before it leaves."""
+        from kvferry.completion import settled
+
+        return settled(self._core).__await__()
+
+    def __repr__(self) -> str:
+        return f"<Transfer with {self._link.peer}: {'ended' if self.done() else 'in flight'}>"
+
+
+class Prepared:
+    """A pull with everything resolved that can be; made by ``link.prepare_pull``.
+
+    It holds no memory: when its source, its window or its destination has ended, :meth:`run` says so.
+    """
+
+    __slots__ = ("_link", "_run")
+
+    def __init__(self, core: _core.Prepared, link: "Link") -> None:
+        self._run = core.run
+        self._link = link
+
+    def run(self, timeout_ms: int = 1000) -> _core.Done:
+        """Pulls once more, like :meth:`kvferry.Link.pull` and with the same errors."""
+        if timeout_ms.__class__ is not int or not 0 <= timeout_ms <= LONGEST_MS:
+            timeout_ms = checked_timeout(timeout_ms)
+        return self._run(timeout_ms)

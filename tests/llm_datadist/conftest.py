@@ -1,0 +1,54 @@
+"""``here``: the side of the conversation in the test's own process; ``there``: the one in a process of its own."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from datadist_side import Side
+
+from llm_datadist import LLMDataDist, LLMStatusCode
+from support import Peer
+
+HERE, THERE = 1, 0  # cluster ids
+
+
+@pytest.fixture
+def start_here() -> Iterator[Callable[..., Side]]:
+    """Starts this process's side: ``start_here(cluster_id=1, **settings of LLMConfig)``."""
+
+    def start(cluster_id: int = HERE, **settings: Any) -> Side:
+        return Side(cluster_id, **settings)
+
+    yield start
+    if LLMDataDist.llm_engine_instance is not None:
+        LLMDataDist.llm_engine_instance.finalize()
+
+
+@pytest.fixture
+def start_there(peers: Callable[..., Peer]) -> Callable[..., Peer]:
+    """Starts a process with a side: ``start_there(cluster_id=0, **settings of LLMConfig)``."""
+
+    def start(cluster_id: int = THERE, **settings: Any) -> Peer:
+        script = "from datadist_side import Side\nside = Side(*arguments[0], **arguments[1])\n"
+        names = [name for name in vars(Side) if not name.startswith("_") and name != "manager"]
+        script += "".join(f"{name} = side.{name}\n" for name in names)
+        return peers(script, (cluster_id,), settings, name=f"cluster {cluster_id}")
+
+    return start
+
+
+@pytest.fixture
+def here(start_here: Callable[..., Side]) -> Side:
+    return start_here()
+
+
+@pytest.fixture
+def there(start_there: Callable[..., Peer]) -> Peer:
+    return start_there()
+
+
+@pytest.fixture
+def linked(here: Side, there: Peer) -> tuple[Side, Peer]:
+    """Both sides, this one linked to the other."""
+    assert here.link(THERE, there.call("where")) == (LLMStatusCode.LLM_SUCCESS, [LLMStatusCode.LLM_SUCCESS])
+    return here, there

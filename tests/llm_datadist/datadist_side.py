@@ -1,0 +1,276 @@
+"""One side of an ``llm_datadist`` conversation, in the test's own process or as a `Peer`.
+
+Its memory is numpy arrays, registered by their raw addresses as the vendor's callers do with device tensors. What it
+returns is plain values, so that a test may ask a side in another process for it.
+"""
+
+import ctypes
+import math
+import socket
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from llm_datadist import (
+    BlocksCacheKey,
+    Cache,
+    CacheDesc,
+    CacheKey,
+    CacheKeyByIdAndIndex,
+    CacheTask,
+    DataType,
+    LayerSynchronizer,
+    LLMClusterInfo,
+    LLMConfig,
+    LLMDataDist,
+    LLMException,
+    LLMRole,
+    Placement,
+    TransferConfig,
+    TransferWithCacheKeyConfig,
+)
+
+LOOPBACK = "127.0.0.1"
+
+
+def free_port() -> int:
+    with socket.socket() as taken:
+        taken.bind((LOOPBACK, 0))
+        return int(taken.getsockname()[1])
+
+
+def cluster(cluster_id: int, port: int) -> LLMClusterInfo:
+    info = LLMClusterInfo()
+    info.remote_cluster_id = cluster_id
+    info.append_local_ip_info(LOOPBACK, 0)
+    info.append_remote_ip_info(LOOPBACK, port)
+    return info
+
+
+def named(layers: tuple[int, int] | None) -> range | None:
+    return None if layers is None else range(*layers)
+
+
+class Events(LayerSynchronizer):
+    """One event for each layer, set by whoever computes it."""
+
+    def __init__(self, layers: int, answers: "dict[int, Any] | None" = None) -> None:
+        self.ready = [threading.Event() for _ in range(layers)]
+        self.asked: list[int] = []
+        self.answers = answers or {}
+
+    def synchronize_layer(self, layer_index: int, timeout_in_millis: int | None) -> bool:
+        assert timeout_in_millis is None
+        self.asked.append(layer_index)
+        self.ready[layer_index].wait(30)
+        answer = self.answers.get(layer_index, True)
+        if isinstance(answer, Exception):
+            raise answer
+        return bool(answer)
+
+
+class Side:
+    def __init__(self, cluster_id: int, listen: bool = True, **settings: Any) -> None:
+        self.cluster_id = cluster_id
+        self.port = settings.pop("port", None) or free_port()
+        self.arrays: dict[int, list[Any]] = {}
+        self.caches: dict[int, Cache] = {}
+        self.tasks: dict[int, tuple[CacheTask, Events]] = {}
+        config = LLMConfig()
+        config.device_id = 0
+        config.enable_cache_manager = True
+        config.sync_kv_timeout = 5000
+        for name, value in settings.items():
+            setattr(config, name, value)
+        if listen:
+            config.listen_ip_info = f"{LOOPBACK}:{self.port}"
+        self.options = config.generate_options()
+        self.datadist = LLMDataDist(LLMRole.MIX, cluster_id)
+        self.datadist.init(self.options)
+
+    @property
+    def manager(self) -> Any:
+        return self.datadist.cache_manager
+
+    def where(self) -> int:
+        return int(self.port)
+
+    def finalize(self) -> None:
+        self.datadist.finalize()
+
+    def init_again(self) -> None:
+        self.datadist.init(self.options)
+
+    # --- links
+
+    def link(self, cluster_id: int, port: int, timeout: int = 3000) -> tuple[int, list[int]]:
+        code, codes = self.datadist.link_clusters([cluster(cluster_id, port)], timeout)
+        return code, codes
+
+    def unlink(self, cluster_id: int, port: int = 1, timeout: int = 3000, force: bool = False) -> tuple[int, list[int]]:
+        code, codes = self.datadist.unlink_clusters([cluster(cluster_id, port)], timeout, force)
+        return code, codes
+
+    # --- memory
+
+    def register(
+        self,
+        shape: Sequence[int],
+        tensors: int = 4,
+        *,
+        blocks: bool = False,
+        req_ids: Sequence[int] = (),
+        model: int | None = None,
+        order: Sequence[int] | None = None,
+        host: bool = False,
+        remote_accessible: bool | None = None,
+    ) -> int:
+        """Registers float32 tensors of zeros and returns the cache's id; ``order``: which tensor stands where."""
+        memory = [np.zeros(shape, np.float32) for _ in range(tensors)]
+        addresses = [memory[i].ctypes.data for i in (order or range(tensors))]
+        placement = Placement.HOST if host else Placement.DEVICE
+        desc = CacheDesc(tensors, list(shape), DataType.DT_FLOAT, placement)
+        if blocks:
+            key = None if model is None else BlocksCacheKey(self.cluster_id, model)
+            cache = self.manager.register_blocks_cache(desc, addresses, key, remote_accessible)
+        else:
+            keys = [CacheKey(self.cluster_id, req_id) for req_id in req_ids]
+            cache = self.manager.register_cache(desc, addresses, keys, remote_accessible)
+        assert cache.tensor_addrs == addresses
+        self.arrays[cache.cache_id] = memory
+        self.caches[cache.cache_id] = cache
+        return int(cache.cache_id)
+
+    def unregister(self, cache_id: int) -> None:
+        self.manager.unregister_cache(cache_id)
+
+    def addresses(self, cache_id: int) -> list[int]:
+        return list(self.caches[cache_id].per_device_tensor_addrs[0])
+
+    def fill(self, cache_id: int) -> None:
+        """Every element of every tensor gets a number of its own, none of them 0."""
+        for index, array in enumerate(self.arrays[cache_id]):
+            array[...] = np.arange(array.size).reshape(array.shape) + 1 + index * 1000
+
+    def fill_tensor(self, cache_id: int, tensor: int, value: float) -> None:
+        self.arrays[cache_id][tensor][...] = value
+
+    def tensors(self, cache_id: int) -> list[Any]:
+        return [array.copy() for array in self.arrays[cache_id]]
+
+    # --- pull and push
+
+    def pull_cache(
+        self, key: tuple[Any, ...], cache_id: int, batch_index: int = 0, size: int = -1, **more: Any
+    ) -> None:
+        self.manager.pull_cache(key_of(key), self.caches[cache_id], batch_index, size, **layered(more))
+
+    def pull_blocks(
+        self, key: tuple[Any, ...], cache_id: int, source: Sequence[int], into: Sequence[int], **more: Any
+    ) -> None:
+        self.manager.pull_blocks(key_of(key), self.caches[cache_id], list(source), list(into), **layered(more))
+
+    def push_cache(self, key: tuple[Any, ...], cache_id: int, batch_index: int = 0, **more: Any) -> None:
+        self.manager.push_cache(key_of(key), self.caches[cache_id], batch_index, **layered(more))
+
+    def push_blocks(
+        self, key: tuple[Any, ...], cache_id: int, source: Sequence[int], into: Sequence[int], **more: Any
+    ) -> None:
+        self.manager.push_blocks(key_of(key), self.caches[cache_id], list(source), list(into), **layered(more))
+
+    # --- layer by layer
+
+    def start(
+        self,
+        cache_id: int,
+        configs: Sequence[tuple[Any, ...]],
+        source: Sequence[int] | None = None,
+        into: Sequence[int] | None = None,
+        answers: "dict[int, Any] | None" = None,
+        block_bytes: int | None = None,
+    ) -> int:
+        """Starts an asynchronous transfer, nothing ready; configs are ("addresses", cluster, addrs, layers, row) or
+        ("key", key, source layers, destination layers, row). Returns the task's number."""
+        cache = self.caches[cache_id]
+        events = Events(cache.cache_desc.num_tensors // 2, answers)
+        listed = [config_of(config) for config in configs]
+        task = self.manager.transfer_cache_async(cache, events, listed, source, into, block_bytes)
+        self.tasks[len(self.tasks)] = (task, events)
+        return len(self.tasks) - 1
+
+    def ready(self, number: int, layer: int) -> None:
+        self.tasks[number][1].ready[layer].set()
+
+    def compute(self, number: int, cache_id: int, layer: int, value: float) -> None:
+        """What a model's thread does: writes the tensors of one layer, then sets its event."""
+        for tensor in (2 * layer, 2 * layer + 1):
+            self.fill_tensor(cache_id, tensor, value + tensor)
+        self.ready(number, layer)
+
+    def all_ready(self, number: int) -> None:
+        for event in self.tasks[number][1].ready:
+            event.set()
+
+    def results(self, number: int, timeout: int = 10_000) -> list[Any]:
+        return list(self.tasks[number][0].get_results(timeout))
+
+    def synchronize(self, number: int, timeout: int = 10_000) -> int:
+        return self.tasks[number][0].synchronize(timeout)
+
+    def asked(self, number: int) -> list[int]:
+        return list(self.tasks[number][1].asked)
+
+    # --- many threads
+
+    def pull_many(
+        self, key: tuple[Any, ...], missing: tuple[Any, ...], cache_id: int, threads: int, pulls: int
+    ) -> list[tuple[int, int, int | None]]:
+        """``pulls`` pulls by each thread into a block of its own; in the middle of the first one's, a key that does not
+        exist. Every good pull's bytes are looked at. Returns (thread, number, status) of each that failed."""
+        cache, arrays = self.caches[cache_id], self.arrays[cache_id]
+        failed: list[tuple[int, int, int | None]] = []
+        good, bad = key_of(key), key_of(missing)
+
+        def work(thread: int) -> None:
+            for number in range(pulls):
+                wrong = thread == 0 and number == pulls // 2
+                source = number % 10
+                try:
+                    self.manager.pull_blocks(bad if wrong else good, cache, [source], [thread])
+                    expected = np.arange(source * 128, (source + 1) * 128, dtype=np.float32) + 1
+                    if not (arrays[0][thread] == expected).all():
+                        failed.append((thread, number, None))
+                except LLMException as error:
+                    failed.append((thread, number, error.status_code))
+
+        workers = [threading.Thread(target=work, args=(thread,)) for thread in range(threads)]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+        return failed
+
+
+def key_of(words: tuple[Any, ...]) -> Any:
+    kind, *rest = words
+    return {"request": CacheKey, "blocks": BlocksCacheKey, "id": CacheKeyByIdAndIndex}[kind](*rest)
+
+
+def config_of(words: tuple[Any, ...]) -> TransferConfig | TransferWithCacheKeyConfig:
+    if words[0] == "addresses":
+        _, cluster_id, addresses, layers, row = words
+        return TransferConfig(cluster_id, addresses, named(layers), row)
+    _, key, source, destination, row = words
+    return TransferWithCacheKeyConfig(key_of(key), named(source), named(destination), row)
+
+
+def layered(more: dict[str, Any]) -> dict[str, Any]:
+    return {name: named(value) if name.endswith("range") else value for name, value in more.items()}
+
+
+def at(address: int, shape: Sequence[int]) -> Any:
+    """A float32 array over raw memory of this process."""
+    size = math.prod(shape)
+    return np.frombuffer((ctypes.c_float * size).from_address(address), np.float32).reshape(tuple(shape))

@@ -1,0 +1,246 @@
+"""The pure rules: options, layer ranges, shapes, the status of each kind of error."""
+
+import pytest
+
+import kvferry
+from llm_datadist import LLMStatusCode
+from llm_datadist.rules import options, ranges, status_table
+from llm_datadist.rules.addresses import int_to_ip, ip_to_int
+
+CM = {options.CACHE_MANAGER: "1"}
+LISTEN = {options.LISTEN: "127.0.0.1:7000"}
+
+
+def parsed(given: dict[str, str]) -> options.EngineOptions:
+    return options.parse(options.completed(CM | given, "Prompt"))
+
+
+def test_addresses_survive_the_round_trip() -> None:
+    for ip in ("0.0.0.0", "127.0.0.1", "192.168.1.2", "255.255.255.255"):
+        assert int_to_ip(ip_to_int(ip)) == ip
+    with pytest.raises(ValueError, match="IPv4"):
+        int_to_ip(1 << 32)
+
+
+# --- options
+
+
+def test_completed_adds_role_and_listener() -> None:
+    assert options.completed(CM | LISTEN, "Mix") == CM | LISTEN | {
+        options.ROLE: "Mix",
+        options.LISTEN_IP: "127.0.0.1",
+        options.LISTEN_PORT: "7000",
+    }
+
+
+def test_completed_leaves_its_argument_alone() -> None:
+    given = dict(LISTEN)
+    options.completed(given, "Mix")
+    assert given == LISTEN
+
+
+@pytest.mark.parametrize("text", ["", "{}"])
+def test_local_comm_res_turns_on_both_modes(text: str) -> None:
+    completed = options.completed({options.LOCAL_COMM_RES: text}, "Mix")
+    assert (completed[options.CACHE_MANAGER], completed[options.REMOTE_ACCESSIBLE]) == ("1", "1")
+    assert options.parse(completed).remote
+    explicit = options.completed({options.LOCAL_COMM_RES: text, options.REMOTE_ACCESSIBLE: "0"}, "Mix")
+    assert not options.parse(explicit).remote
+
+
+HIXL = {options.TRANSFER_BACKEND: "hixl"}
+REFUSED = [
+    ({options.LOCAL_COMM_RES: "", options.CACHE_MANAGER: "0"}, "EnableCacheManager"),
+    ({options.CACHE_MANAGER: "0"} | HIXL, "EnableCacheManager"),
+    (CM | HIXL | LISTEN | {options.REMOTE_ACCESSIBLE: "0"}, "EnableRemoteCacheAccessible"),
+    (CM | HIXL, "listenIpInfo"),
+    (CM | {options.LISTEN: "127.0.0.1"}, "listenIpInfo"),
+    (CM | {options.LISTEN: "::1:7000"}, "listenIpInfo"),
+    ({options.GRAPH_MEMORY: "1.23"}, "flowGraphMemMaxSize"),
+    ({options.GRAPH_MEMORY: "-1"}, "flowGraphMemMaxSize"),
+    ({options.GRAPH_MEMORY: "1,2"}, "flowGraphMemMaxSize"),
+]
+
+
+@pytest.mark.parametrize(("given", "word"), REFUSED)
+def test_options_that_contradict_each_other(given: dict[str, str], word: str) -> None:
+    with pytest.raises(options.OptionError, match=word):
+        options.completed(given, "Prompt")
+
+
+def test_odd_option_types() -> None:
+    with pytest.raises(ValueError, match="x"):
+        options.completed(CM | {options.LISTEN: "127.0.0.1:x"}, "Prompt")
+    with pytest.raises(TypeError, match="only support"):
+        options.completed({options.GRAPH_MEMORY: 1}, "Prompt")  # type: ignore[dict-item]
+    with pytest.raises(AttributeError):
+        options.completed(None, "Prompt")  # type: ignore[arg-type]
+
+
+def test_defaults_of_the_engine() -> None:
+    assert parsed({}) == options.EngineOptions()
+    assert options.EngineOptions().timeout_ms == 1000
+
+
+def test_everything_set() -> None:
+    values = parsed(
+        LISTEN
+        | HIXL
+        | {
+            options.SYNC_TIMEOUT: "5000",
+            options.LINK_TOTAL_TIME: "7",
+            options.LINK_RETRY_COUNT: "3",
+            options.DEVICE_POOL: '{"memory_size": 1048576}',
+            options.HOST_POOL: '{"memory_size": 4096, "page_shift": 12}',
+            options.SECRET: "s",
+            options.TRANSPORTS: "map, socket",
+            options.ATTACH: "any",
+        }
+    )
+    assert values == options.EngineOptions(
+        remote=True,
+        hixl=True,
+        listen=("127.0.0.1", 7000),
+        timeout_ms=5000,
+        link_total_time_s=7,
+        link_retry_count=3,
+        device_pool=options.Pool(1048576, 16),
+        host_pool=options.Pool(4096, 12),
+        secret="s",
+        transports=("map", "socket"),
+        attach="any",
+    )
+
+
+IMPOSSIBLE = [
+    {options.DEVICE_ID: "0;1"},
+    {options.TRANSFER_BACKEND: "other"} | LISTEN,
+    {options.TRANSFER_BACKEND: ""} | LISTEN,
+    {options.SYNC_TIMEOUT: "abc"},
+    {options.SYNC_TIMEOUT: "0"},
+    {options.LINK_TOTAL_TIME: "x"},
+    {options.LINK_RETRY_COUNT: "0"},
+    {options.LINK_RETRY_COUNT: "101"},
+    {options.DEVICE_POOL: "{"},
+    {options.DEVICE_POOL: "[]"},
+    {options.DEVICE_POOL: "{}"},
+    {options.DEVICE_POOL: '{"memory_size": "1"}'},
+    {options.DEVICE_POOL: '{"memory_size": 0}'},
+    {options.HOST_POOL: '{"memory_size": 1, "page_shift": 9}'},
+    {options.HOST_POOL: '{"memory_size": 1, "page_shift": 31}'},
+    HIXL | LISTEN | {options.GLOBAL_RESOURCE: "{"},
+    {options.ATTACH: "all"},
+]
+
+
+@pytest.mark.parametrize("given", IMPOSSIBLE)
+def test_options_that_no_engine_starts_with(given: dict[str, str]) -> None:
+    with pytest.raises(options.OptionError):
+        parsed(given)
+
+
+# --- shapes and ranges
+
+
+def test_units_are_counted_by_dim_0() -> None:
+    assert ranges.unit_geometry(4, [4, 4, 8], 4) == (128, 4)
+    assert ranges.unit_geometry(1, [10], 2) == (2, 10)
+
+
+@pytest.mark.parametrize(
+    ("num_tensors", "shape"), [(0, [1]), (1, []), (1, [1] * 32), (1, [2, 0]), (1, [-1]), (1, [1 << 40, 1 << 30])]
+)
+def test_shapes_that_cannot_be(num_tensors: int, shape: list[int]) -> None:
+    with pytest.raises(ranges.RuleError):
+        ranges.unit_geometry(num_tensors, shape, 1)
+
+
+def test_31_dimensions_are_fine() -> None:
+    assert ranges.unit_geometry(1, [1] * 31, 2) == (2, 1)
+
+
+def test_pull_layers() -> None:
+    assert ranges.pull_layers(None, None, 3, 2) == (None, None)
+    assert ranges.pull_layers(range(0), range(0), 3, 2) == (None, None)
+    assert ranges.pull_layers(range(2, 4), range(2), 8, 2) == (range(2, 4), range(2))
+    assert ranges.pull_layers(range(2, 6), None, 8, 2) == (range(2, 6), range(4))
+    assert ranges.pull_layers(None, range(1, 3), 8, 2) == (None, range(1, 3))
+
+
+@pytest.mark.parametrize(
+    ("source", "destination", "num_tensors", "width"),
+    [
+        (range(1), range(1), 1, 2),  # no whole layer
+        (range(1), None, 8, 2),  # fills one of four layers
+        (range(2), range(3), 8, 2),
+        (range(1), range(4, 5), 8, 2),  # beyond the destination
+    ],
+)
+def test_pull_layers_that_do_not_fit(source: range, destination: range, num_tensors: int, width: int) -> None:
+    with pytest.raises(ranges.RuleError):
+        ranges.pull_layers(source, destination, num_tensors, width)
+
+
+def test_push_layers() -> None:
+    assert ranges.push_layers(None, None, 8, 2) == (range(4), range(4))
+    assert ranges.push_layers(range(1, 2), range(9, 10), 8, 2) == (range(1, 2), range(9, 10))
+
+
+def test_push_of_fewer_tensors_than_a_layer_has_is_empty() -> None:
+    source, destination = ranges.push_layers(None, None, 1, 2)
+    assert not source
+    assert not destination
+
+
+@pytest.mark.parametrize(
+    ("source", "destination", "num_tensors", "width"),
+    [
+        (None, None, 10, 3),
+        (range(2), range(3), 8, 2),
+        (range(1), None, 8, 2),
+        (range(4, 5), range(1), 8, 2),
+    ],
+)
+def test_push_layers_that_do_not_fit(source: range, destination: range, num_tensors: int, width: int) -> None:
+    with pytest.raises(ranges.RuleError):
+        ranges.push_layers(source, destination, num_tensors, width)
+
+
+def test_blocks_of_a_row() -> None:
+    ranges.blocks_of_row(100, 30, 4)
+    for block_bytes, listed in ((0, 1), (100, 1), (101, 1), (30, 5)):
+        with pytest.raises(ranges.RuleError):
+            ranges.blocks_of_row(100, block_bytes, listed)
+
+
+# --- statuses
+
+
+def test_every_kind_of_error_has_a_status() -> None:
+    kinds = {error.kind for error in kvferry.KvferryError.__subclasses__()}
+    assert kinds == set(status_table._BY_KIND)
+    for kind in kinds:
+        LLMStatusCode(status_table.status_of(kind))
+
+
+def test_statuses_of_transfers() -> None:
+    expected = {
+        "invalid_argument": LLMStatusCode.LLM_PARAM_INVALID,
+        "not_found": LLMStatusCode.LLM_KV_CACHE_NOT_EXIST,
+        "not_linked": LLMStatusCode.LLM_NOT_YET_LINK,
+        "deadline": LLMStatusCode.LLM_TIMEOUT,
+        "peer_lost": LLMStatusCode.LLM_FAILED,
+        "closed": LLMStatusCode.LLM_PARAM_INVALID,
+        "out_of_memory": LLMStatusCode.LLM_OUT_OF_MEMORY,
+        "nobody thought of this": LLMStatusCode.LLM_FAILED,
+    }
+    assert {kind: status_table.status_of(kind, "transfer") for kind in expected} == expected
+
+
+def test_statuses_of_linking() -> None:
+    assert status_table.status_of("refused", "link") == LLMStatusCode.LLM_LINK_FAILED
+    assert status_table.status_of("peer_lost", "link") == LLMStatusCode.LLM_LINK_FAILED
+    assert status_table.status_of("deadline", "link") == LLMStatusCode.LLM_TIMEOUT
+    assert status_table.status_of("peer_lost", "unlink") == LLMStatusCode.LLM_UNLINK_FAILED
+    assert status_table.status_of("not_linked", "unlink") == LLMStatusCode.LLM_SUCCESS
+    assert status_table.status_of("closed", "register") == LLMStatusCode.LLM_FAILED

@@ -1,0 +1,197 @@
+"""The values at the front door: addresses, times, words, errors, records, the doctor's verdicts. No node is needed."""
+
+import json
+import pickle
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+
+import kvferry
+from kvferry import InvalidArgument, errors
+from kvferry.cli import main
+from kvferry.doctor import diagnose, render
+from kvferry.options import (
+    checked_timeout,
+    format_address,
+    parse_address,
+    random_node_id,
+    secret_bytes,
+    transport_bit,
+    transport_bits,
+)
+from kvferry.records import LinkStatistics, record
+
+# --- addresses and times -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "host", "port"),
+    [("127.0.0.1:7000", "127.0.0.1", 7000), ("[::1]:0", "::1", 0), ("node-7.example:65535", "node-7.example", 65535)],
+)
+def test_an_address_and_its_text_are_the_same(text: str, host: str, port: int) -> None:
+    assert parse_address(text) == (host, port)
+    assert format_address(host, port) == text
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "7000",
+        ":7000",
+        "127.0.0.1",
+        "127.0.0.1:",
+        "127.0.0.1:http",
+        "::1:7000",
+        "[::1]",
+        "a:-1",
+        "a:65536",
+        "[a]:1",
+        7,
+    ],
+)
+def test_what_is_no_address_is_answered_with_one_that_is(text: Any) -> None:
+    with pytest.raises(InvalidArgument, match=r"host:port|ports end at 65535"):
+        parse_address(text)
+
+
+@pytest.mark.parametrize("timeout_ms", [0, 1, 2**31 - 1])
+def test_a_timeout_is_a_whole_number_of_milliseconds(timeout_ms: int) -> None:
+    assert checked_timeout(timeout_ms) == timeout_ms
+
+
+@pytest.mark.parametrize("timeout_ms", [-1, 2**31, 1.5, "1", True, None])
+def test_what_is_no_timeout_is_refused(timeout_ms: object) -> None:
+    with pytest.raises(InvalidArgument, match="timeout_ms="):
+        checked_timeout(timeout_ms)
+
+
+def test_waiting_without_a_deadline_does_not_exist() -> None:
+    with pytest.raises(InvalidArgument, match="waiting without a deadline does not exist"):
+        checked_timeout(None)
+
+
+def test_transports_are_words() -> None:
+    assert transport_bits(("map", "cma", "socket")) == 7
+    assert transport_bits("socket") == 4
+    assert [transport_bit(word) for word in (None, "map", "cma", "socket")] == [0, 1, 2, 4]
+    for wrong in (("rdma",), ("map", None)):
+        with pytest.raises(InvalidArgument, match="is none of 'map', 'cma', 'socket'"):
+            transport_bits(wrong)  # type: ignore[arg-type]
+    with pytest.raises(InvalidArgument, match="name at least 'socket'"):
+        transport_bits(())
+
+
+def test_a_secret_is_text_or_bytes_and_not_empty() -> None:
+    assert (secret_bytes(None), secret_bytes("é"), secret_bytes(b"\xff")) == (b"", b"\xc3\xa9", b"\xff")
+    for empty in ("", b"", 7):
+        with pytest.raises(InvalidArgument, match="non-empty"):
+            secret_bytes(empty)  # type: ignore[arg-type]
+
+
+def test_node_ids_differ() -> None:
+    assert len({random_node_id() for _ in range(100)}) == 100
+
+
+# --- errors --------------------------------------------------------------------------------------------------------
+
+KINDS = sorted(error.kind for error in kvferry.KvferryError.__subclasses__())
+
+
+def test_there_are_sixteen_kinds() -> None:
+    assert len(KINDS) == len(set(KINDS)) == 16
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_the_core_has_its_class_at_the_top(kind: str) -> None:
+    error = errors.from_core(
+        kind,
+        "it went wrong",
+        peer="node 7",
+        cache="cache 3",
+        operation="pull",
+        bytes_touched=True,
+        destination_settled=False,
+    )
+    assert error.kind == kind
+    assert getattr(kvferry, type(error).__name__) is type(error)
+    assert str(error) == "it went wrong"
+    assert (error.peer, error.cache, error.operation) == ("node 7", "cache 3", "pull")
+    assert error.bytes_touched
+    assert not error.destination_settled
+
+
+def test_an_error_of_the_front_door_has_touched_nothing() -> None:
+    error = InvalidArgument("no")
+    assert isinstance(error, ValueError)
+    assert not error.bytes_touched
+    assert error.destination_settled
+    assert (error.peer, error.cache, error.operation) == ("", "", "")
+
+
+def test_an_unknown_kind_is_an_internal_error() -> None:
+    assert type(errors.from_core("new", "?")) is kvferry.InternalError
+
+
+def test_errors_travel_between_processes_whole() -> None:
+    error = errors.from_core("deadline", "time was up", peer="node 7", bytes_touched=True, destination_settled=False)
+    copy = pickle.loads(pickle.dumps(error))
+    assert type(copy) is kvferry.DeadlineExceeded
+    assert (str(copy), vars(copy)) == (str(error), vars(error))
+
+
+# --- records -------------------------------------------------------------------------------------------------------
+
+
+def test_a_record_does_not_change() -> None:
+    words: dict[str, Any] = dict.fromkeys(LinkStatistics.__slots__, 1) | {"transports": {"map": "ok"}, "more": 2}
+    statistics = record(LinkStatistics, words)
+    words["transports"]["map"] = "no"
+    assert statistics.transports == {"map": "ok"}
+    assert isinstance(statistics.transports, MappingProxyType)
+    with pytest.raises(AttributeError):
+        statistics.pulls = 2  # type: ignore[misc]
+
+
+# --- the doctor ----------------------------------------------------------------------------------------------------
+
+HOST = {"kernel": "6.18.44-generic", "cores": 2, "yama_scope": None, "map": "ok", "cma": "ok", "socket": "ok"}
+
+
+def test_a_host_where_all_works_needs_no_change() -> None:
+    verdicts = diagnose(HOST)
+    assert [(verdict.transport, verdict.works) for verdict in verdicts] == [
+        ("map", True),
+        ("cma", True),
+        ("socket", True),
+    ]
+    assert "without Yama" in render(HOST, verdicts)
+
+
+def test_what_does_not_work_is_said_with_what_mends_it() -> None:
+    report = HOST | {"yama_scope": 1, "cma": 'not permitted: make nodes with attach="any"'}
+    verdicts = diagnose(report)
+    assert [verdict.works for verdict in verdicts] == [True, False, True]
+    text = render(report, verdicts)
+    assert "6.18.44-generic, 2 cores, kernel.yama.ptrace_scope = 1" in text
+    assert all(verdict.sentence in text for verdict in verdicts)
+    assert 'no  not permitted: make nodes with attach="any"' in text
+
+
+def test_the_doctor_looks_at_this_host(capsys: pytest.CaptureFixture[str]) -> None:
+    status = main(["doctor"])
+    shown = capsys.readouterr().out
+    assert [line.split()[0] for line in shown.splitlines()] == ["Linux", "map", "cma", "socket"]
+    assert status == any(line.split()[1] == "no" for line in shown.splitlines())
+    assert main(["doctor", "--json"]) == status
+    told = json.loads(capsys.readouterr().out)
+    assert [verdict["transport"] for verdict in told["transports"]] == ["map", "cma", "socket"]
+    assert told["host"]["kernel"] in shown
+
+
+def test_the_command_asks_for_a_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main([])
+    assert caught.value.code == 2
+    assert "COMMAND" in capsys.readouterr().err

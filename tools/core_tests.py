@@ -1,0 +1,86 @@
+"""Builds and runs the core's own test programs, plain or under sanitizers.
+
+.venv/bin/python tools/core_tests.py                      # in the build tree that `make test` uses
+.venv/bin/python tools/core_tests.py address thread       # each in a tree of its own, warnings as errors
+.venv/bin/python tools/core_tests.py strict               # compiles module and core with warnings as errors
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from build import BUILD, cmake
+from environment import ROOT, VENV, only_one, say, stop
+
+SANITIZERS = {"address": "address,undefined", "thread": "thread"}
+RUNTIMES = {"address": "libasan.so", "thread": "libtsan.so"}
+OPTIONS = {
+    "ASAN_OPTIONS": "detect_stack_use_after_return=1:strict_string_checks=1",
+    "UBSAN_OPTIONS": "print_stacktrace=1",
+    "TSAN_OPTIONS": "second_deadlock_stack=1",
+}
+TSAN_RANDOM_BITS = 28  # with more randomised address bits the runtimes of g++ before 14 do not start
+
+
+def main(kinds: list[str]) -> None:
+    with only_one("build"):
+        if not kinds:
+            cmake("--build", BUILD, "--target", "kvferry_core_tests")
+            ctest(BUILD)
+        for kind in kinds:
+            if kind == "strict":
+                say("compiling core and module with warnings as errors")
+                configure("strict", f"-DPython_EXECUTABLE={sys.executable}", f"-Dnanobind_DIR={nanobind_folder()}")
+                cmake("--build", ROOT / ".build" / "strict", "--target", "_core")
+            elif kind in SANITIZERS:
+                sanitize(kind)
+            else:
+                stop(f"usage: core_tests.py [strict] [{'] ['.join(SANITIZERS)}]")
+
+
+def sanitize(kind: str) -> None:
+    say(f"core tests under the {SANITIZERS[kind]} sanitizer")
+    need_runtime(kind)
+    configure(kind, "-DKVFERRY_MODULE=OFF", "-DKVFERRY_TESTS=ON", f"-DKVFERRY_SANITIZE={SANITIZERS[kind]}")
+    cmake("--build", ROOT / ".build" / kind, "--target", "kvferry_core_tests")
+    ctest(ROOT / ".build" / kind, prefix=fixed_addresses() if kind == "thread" else [])
+
+
+def configure(name: str, *definitions: str) -> None:
+    tree = ROOT / ".build" / name
+    cache = tree / "CMakeCache.txt"
+    if cache.exists() and f"CMAKE_HOME_DIRECTORY:INTERNAL={ROOT}\n" not in cache.read_text():
+        shutil.rmtree(tree)
+    ninja = f"-DCMAKE_MAKE_PROGRAM={VENV / 'bin' / 'ninja'}"
+    cmake("-S", ROOT, "-B", tree, "-G", "Ninja", ninja, "-DKVFERRY_WERROR=ON", *definitions)
+
+
+def ctest(tree: Path, prefix: "list[str] | None" = None) -> None:
+    command = [*(prefix or []), str(VENV / "bin" / "ctest"), "--test-dir", str(tree), "--output-on-failure"]
+    result = subprocess.run([*command, "--no-tests=error"], env=OPTIONS | os.environ, check=False)
+    if result.returncode:
+        stop("The core's own tests failed (see above).")
+
+
+def need_runtime(kind: str) -> None:
+    compiler = os.environ.get("CXX", "g++")
+    answer = subprocess.run(
+        [compiler, f"-print-file-name={RUNTIMES[kind]}"], capture_output=True, text=True, check=True
+    )
+    if answer.stdout.strip() == RUNTIMES[kind]:  # not found: the name comes back as it was given
+        stop(f"{compiler} has no {kind} sanitizer ({RUNTIMES[kind]}). Debian and Ubuntu bring it with: apt install g++")
+
+
+def fixed_addresses() -> list[str]:
+    bits = Path("/proc/sys/vm/mmap_rnd_bits")
+    return ["setarch", "-R"] if bits.exists() and int(bits.read_text()) > TSAN_RANDOM_BITS else []
+
+
+def nanobind_folder() -> str:
+    return subprocess.check_output([sys.executable, "-m", "nanobind", "--cmake_dir"], text=True).strip()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
