@@ -144,6 +144,11 @@ struct PyNotifier {
   std::shared_ptr<Notifier> notifier;
 };
 
+// What keeps the segments of an allocated cache mapped while Python still looks at them.
+struct PyKeeper {
+  std::vector<std::shared_ptr<Segment>> segments;
+};
+
 struct PyPrepared {
   std::shared_ptr<Node> node;
   std::shared_ptr<PreparedPull> prepared;
@@ -394,12 +399,12 @@ NB_MODULE(_core, m) {
       }, "target"_a, "into"_a, "moves"_a, "timeout_ms"_a, "transport"_a = 0)
       .def("describe", [](PyLink& self, const Target& target, std::int64_t timeout_ms) {
         const auto deadline = deadline_of(timeout_ms);
-        std::pair<Geometry, Transport> found;
+        std::pair<std::shared_ptr<const Source>, Transport> found;
         {
           nb::gil_scoped_release release;
           found = self.node->describe(self.link, target, deadline);
         }
-        const auto& g = found.first;
+        const auto& g = found.first->geometry;
         nb::dict d = statistics_of(self);
         nb::dict out;
         out["cache_id"] = g.cache_id;
@@ -411,6 +416,13 @@ NB_MODULE(_core, m) {
         out["count"] = g.count;
         out["transport"] = std::string(transport_name(found.second));
         out["reasons"] = d["transports"];
+        out["window"] = nb::none();
+        if (found.first->windowed) {
+          nb::list units;
+          for (const auto& run : found.first->window)
+            for (std::uint32_t i = 0; i < run.count; ++i) units.append(run.first + i);
+          out["window"] = nb::tuple(units);
+        }
         return out;
       }, "target"_a, "timeout_ms"_a)
       .def("unlink", [](PyLink& self, std::int64_t timeout_ms, bool force) {
@@ -419,6 +431,8 @@ NB_MODULE(_core, m) {
         self.node->unlink(self.link, deadline, force);
       }, "timeout_ms"_a, "force"_a = false)
       .def("statistics", &statistics_of);
+
+  nb::class_<PyKeeper>(m, "Keeper");
 
   nb::class_<PyNode>(m, "Node")
       .def("__init__", [](PyNode* self, std::uint64_t node_id, nb::bytes secret, int transports, unsigned copy_threads, unsigned lanes,
@@ -494,6 +508,13 @@ NB_MODULE(_core, m) {
         for (const auto& tensor : cache->geometry.tensors) addresses.push_back(tensor.address);
         return std::pair(cache->geometry.cache_id, addresses);
       }, nb::kw_only(), "name"_a, "layout"_a, "tensors"_a, "unit_bytes"_a, "count"_a, "keys"_a = std::vector<std::optional<KeyTuple>>{})
+      .def("keep_memory", [](PyNode& self, std::uint64_t cache_id) {
+        const auto cache = self.node->registry().find(cache_id);
+        if (!cache || !cache->allocated) throw Error(Kind::not_found, "this node has allocated no cache " + std::to_string(cache_id));
+        PyKeeper keeper;
+        for (const auto& place : cache->places) keeper.segments.push_back(place.segment);
+        return keeper;
+      }, "cache_id"_a)
       .def("unregister_cache", [](PyNode& self, std::uint64_t cache_id) {
         auto& registry = self.node->registry();
         nb::gil_scoped_release release;
@@ -539,7 +560,6 @@ NB_MODULE(_core, m) {
         d["pool_bytes"] = s.pool_bytes;
         d["pool_used_bytes"] = s.pool_used_bytes;
         d["slots_open"] = s.slots_open;
-        d["descriptors"] = open_descriptors();
         return d;
       });
 }

@@ -160,6 +160,7 @@ class Link : public std::enable_shared_from_this<Link> {
 
   std::atomic<std::uint64_t> pulls{0}, pushes{0}, bytes_pulled{0}, bytes_pushed{0}, failures{0};
   std::atomic<std::int64_t> last_heard_ns{0};
+  Spin spin;  // of callers that wait for answers
 
  private:
   Engine& engine_;

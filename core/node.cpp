@@ -159,7 +159,7 @@ std::shared_ptr<PreparedPull> Node::prepare(const std::shared_ptr<Link>& link, T
   return std::make_shared<PreparedPull>(e, link, std::move(ask), deadline);
 }
 
-std::pair<Geometry, Transport> Node::describe(const std::shared_ptr<Link>& link, Target target, Deadline deadline) {
+std::pair<std::shared_ptr<const Source>, Transport> Node::describe(const std::shared_ptr<Link>& link, Target target, Deadline deadline) {
   auto& e = engine();
   check_names(target, false);
   PullAsk ask;
@@ -168,7 +168,7 @@ std::pair<Geometry, Transport> Node::describe(const std::shared_ptr<Link>& link,
   ask.describe_only = true;
   const auto operation = std::make_shared<Pull>(e, link, deadline, std::move(ask), "describe");
   checked(*operation, operation->run_here());
-  return {operation->source()->geometry, operation->result().transport};
+  return {operation->source(), operation->result().transport};
 }
 
 Result Node::copy(std::uint64_t source, std::uint64_t destination, const Moves& moves) {

@@ -63,7 +63,7 @@ class Node {
   std::shared_ptr<PreparedPull> prepare(const std::shared_ptr<Link>& link, Target target, std::uint64_t into,
                                         std::shared_ptr<const Moves> moves, Deadline deadline, unsigned transports);
   // What a target is at the peer, and by which transport a pull of it would go.
-  std::pair<Geometry, Transport> describe(const std::shared_ptr<Link>& link, Target target, Deadline deadline);
+  std::pair<std::shared_ptr<const Source>, Transport> describe(const std::shared_ptr<Link>& link, Target target, Deadline deadline);
   // Between two caches of this node. Within one cache unit by unit in the given order.
   Result copy(std::uint64_t source, std::uint64_t destination, const Moves& moves);
 

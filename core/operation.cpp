@@ -89,7 +89,8 @@ Operation::~Operation() {
 Result Operation::run_here() {
   link_->begin(shared_from_this());
   for (;;) {
-    const Need need = guarded_step();
+    Need need = guarded_step();
+    if (need == Need::readable) link_->spin.until([&] { return (need = guarded_step()) != Need::readable; });
     if (need == Need::done) return result_;
     if (need == Need::lane || need == Need::nothing_yet) {
       std::unique_lock lock(mutex_);

@@ -92,6 +92,7 @@ Need Pull::step() {
           if (!take_lane(true)) return Need::lane;
           wire::Writer request(wire::Type::resolve, number());
           wire::put_target(request, ask_.target);
+          request.put(static_cast<std::uint8_t>(ask_.describe_only));
           begin_request(std::move(request), Phase::await_geometry);
         } else {
           auto made = make_destination_plan(ask_.destination.geometry(), *ask_.moves);

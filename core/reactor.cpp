@@ -47,7 +47,7 @@ void Reactor::abandon() noexcept {
   if (thread_.joinable()) thread_.detach();
 }
 
-Reactor::Token Reactor::watch(int fd, std::uint32_t events, std::shared_ptr<Watcher> watcher) {
+Reactor::Token Reactor::watch(int fd, std::uint32_t events, std::shared_ptr<Watcher> watcher, Mode mode) {
   Token token;
   {
     const std::lock_guard lock(mutex_);
@@ -55,7 +55,7 @@ Reactor::Token Reactor::watch(int fd, std::uint32_t events, std::shared_ptr<Watc
     watchers_.emplace(token, std::move(watcher));
   }
   epoll_event event{};
-  event.events = events | EPOLLONESHOT;
+  event.events = events | (mode == Mode::once ? EPOLLONESHOT : 0u);
   event.data.u64 = token;
   if (::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, fd, &event) != 0) {
     // A lane that is parked again: its descriptor is still known here under the token of the last time.
@@ -68,9 +68,9 @@ Reactor::Token Reactor::watch(int fd, std::uint32_t events, std::shared_ptr<Watc
   return token;
 }
 
-void Reactor::rearm(Token token, int fd, std::uint32_t events) {
+void Reactor::rearm(Token token, int fd, std::uint32_t events, Mode mode) {
   epoll_event event{};
-  event.events = events | EPOLLONESHOT;
+  event.events = events | (mode == Mode::once ? EPOLLONESHOT : 0u);
   event.data.u64 = token;
   ::epoll_ctl(epoll_.get(), EPOLL_CTL_MOD, fd, &event);
 }
@@ -100,6 +100,7 @@ void Reactor::post(std::function<void()> task) {
 
 void Reactor::run() {
   epoll_event events[batch];
+  bool busy = false;
   while (!stopping_.load()) {
     std::vector<std::function<void()>> posted;
     {
@@ -115,7 +116,10 @@ void Reactor::run() {
     const std::int64_t left_ns = std::max<std::int64_t>(0, next - now_ns());
     const int timeout_ms = static_cast<int>(std::min<std::int64_t>((left_ns + 999'999) / 1'000'000, 60'000));
 
-    const int n = ::epoll_wait(epoll_.get(), events, batch, timeout_ms);
+    int n = 0;
+    if (busy && timeout_ms > 0) spin_.until([&] { return (n = ::epoll_wait(epoll_.get(), events, batch, 0)) != 0; });
+    if (n == 0) n = ::epoll_wait(epoll_.get(), events, batch, timeout_ms);
+    busy = n > 0;  // where one request came, another may follow
     for (int i = 0; i < n; ++i) {
       if (events[i].data.u64 == event_token) {
         std::uint64_t count;

@@ -1,7 +1,8 @@
 // The control thread: one epoll for listeners, hellos, control connections, idle lanes and parked operations, and timers.
 //
 // Nothing here waits on one peer. Watchers are called on the control thread; watch(), rearm() and forget() may be called
-// from any thread. A watcher is armed for one event at a time (EPOLLONESHOT) and rearmed when it wants the next.
+// from any thread. A watcher is armed for one event at a time (EPOLLONESHOT) and rearmed when it wants the next, unless it
+// asks for more.
 #pragma once
 
 #include <atomic>
@@ -14,6 +15,7 @@
 #include <vector>
 
 #include "descriptor.hpp"
+#include "spin.hpp"
 
 namespace kvferry {
 
@@ -33,8 +35,9 @@ class Reactor {
   void stop();  // joins; not from the control thread
 
   using Token = std::uint64_t;
-  Token watch(int fd, std::uint32_t events, std::shared_ptr<Watcher> watcher);
-  void rearm(Token token, int fd, std::uint32_t events);
+  enum class Mode { once, always };  // always: until rearmed otherwise, for what is nearly always answered at once
+  Token watch(int fd, std::uint32_t events, std::shared_ptr<Watcher> watcher, Mode mode = Mode::once);
+  void rearm(Token token, int fd, std::uint32_t events, Mode mode = Mode::once);
   void forget(Token token, int fd);
   void wake() noexcept;                    // tick again now
   void wake_at(std::int64_t at_ns) noexcept;  // tick at that time at the latest
@@ -54,6 +57,7 @@ class Reactor {
   std::unordered_map<Token, std::shared_ptr<Watcher>> watchers_;
   std::vector<std::function<void()>> posted_;
   Token last_token_ = 0;
+  Spin spin_;
 };
 
 }  // namespace kvferry

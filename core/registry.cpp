@@ -415,7 +415,7 @@ Resolved Registry::resolve_window_locked(const Target& target, Access access) co
   const auto found = windows_.find(target.name);
   if (found == windows_.end() || found->second->until.passed()) not_found(target);
   const std::shared_ptr<Window>& window = found->second;
-  if (window->access != access) {
+  if (access != Access::any && window->access != access) {
     throw Error(Kind::not_found, sentence(target.label(), " of ", window->cache->geometry.label(), " is for ",
                                           window->access == Access::read ? "reading" : "writing"));
   }

@@ -45,7 +45,7 @@ struct Target {  // what a pull or push names on the far side
   bool operator==(const Target&) const = default;
 };
 
-enum class Access : std::uint8_t { read = 1, write = 2 };
+enum class Access : std::uint8_t { any = 0, read = 1, write = 2 };  // any: to describe, not to move
 
 // A registered cache. Immutable but for what is atomic; shared with the operations that use it.
 struct Cache {

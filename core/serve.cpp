@@ -290,12 +290,18 @@ void ServerLane::close() noexcept {
   if (operation) operation->schedule();
 }
 
-void ServerLane::watch_for(std::uint32_t events) { engine_.reactor.rearm(token_, descriptor_.get(), events); }
+// Reading stays armed while requests are answered at once, which saves a system call for each.
+void ServerLane::watch_for(std::uint32_t events) {
+  if (events == EPOLLIN && armed_for_reading_.exchange(true)) return;
+  armed_for_reading_.store(events == EPOLLIN);
+  engine_.reactor.rearm(token_, descriptor_.get(), events, events == EPOLLIN ? Reactor::Mode::always : Reactor::Mode::once);
+}
 
 void ServerLane::drop() noexcept {
   if (std::exchange(dropped_, true)) return;
   const auto self = shared_from_this();  // the reactor may hold the last reference
   engine_.reactor.forget(token_, descriptor_.get());
+  armed_for_reading_.store(false);
   ::shutdown(descriptor_.get(), SHUT_RDWR);
   if (lost_) lost_();
 }
@@ -356,8 +362,10 @@ void ServerLane::handle(Frame& frame) {
 
 void ServerLane::on_resolve(const Frame& frame) {
   wire::Reader in(frame.body);
-  const auto resolved = engine_.registry.resolve(wire::get_target(in), Access::read);
-  engine_.check_readable(*resolved.cache);
+  const auto target = wire::get_target(in);
+  const bool to_describe = in.get<std::uint8_t>() != 0;
+  const auto resolved = engine_.registry.resolve(target, to_describe ? Access::any : Access::read);
+  if (!to_describe) engine_.check_readable(*resolved.cache);
   wire::Writer out(wire::Type::geometry, frame.header.operation, resolved.consumed_by_pull ? wire::flag_consume : 0);
   out.put(resolved.epoch).put(resolved.key_row).put(static_cast<std::uint8_t>(resolved.cache->file_backed.load()));
   out.put(static_cast<std::uint8_t>(resolved.window != nullptr));
@@ -475,10 +483,12 @@ void ServerLane::run(const std::shared_ptr<Operation>& operation, bool here) {
     starting_ = true;
   }
   try {
-    if (here)
+    if (here) {
       operation->start_here();
-    else
+    } else {
+      if (armed_for_reading_) watch_for(0);  // before it can want to watch for something itself
       operation->start();
+    }
   } catch (...) {
     const std::lock_guard lock(mutex_);
     operation_.reset();

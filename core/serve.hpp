@@ -48,6 +48,7 @@ class ServerLane : public Watcher, public std::enable_shared_from_this<ServerLan
   std::shared_ptr<Operation> operation_;  // in hand; mutex_
   bool starting_ = false;
   bool receiving_ = false;  // it is a push: only the peer's going away matters
+  std::atomic<bool> armed_for_reading_{false};
   bool went_on_ = false;    // control thread: the request in hand left an operation running
   bool dropped_ = false;
 };

@@ -4,6 +4,7 @@ Exit status: 0 all handovers gave the undivided run's tokens, 1 some did not, 2 
 """
 
 import argparse
+import importlib
 import importlib.util
 import shutil
 import sys
@@ -15,15 +16,15 @@ from demo.play import play
 from demo.report import render
 from demo.weights import WeightsMissingError, smollm2
 
-NEEDED = ("torch", "transformers", "accelerate", "gguf", "kvferry")
+NEEDED = ("kvferry", "torch", "transformers", "accelerate", "gguf")
 
 
 def main(arguments: list[str] | None = None) -> int:
     asked = _parser().parse_args(arguments)
-    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    missing = what_is_missing()
     if missing:
         return _cannot(
-            f"This Python ({sys.executable}) lacks {', '.join(missing)}.\n"
+            f"This Python ({sys.executable}) lacks {missing}.\n"
             "`make demo` sets up an environment that has all of it, and runs the demo there."
         )
     started = time.monotonic()
@@ -40,6 +41,17 @@ def main(arguments: list[str] | None = None) -> int:
     print("\n" + render(outcome, shutil.get_terminal_size().columns if sys.stdout.isatty() else None))
     print(f"\n{time.monotonic() - started:.0f} s in all")
     return 0 if outcome.holds else 1
+
+
+def what_is_missing() -> str:
+    """The packages that this Python would need and does not have, in words; ``""``: none."""
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if "kvferry" not in missing:
+        try:
+            importlib.import_module("kvferry")
+        except ImportError as error:
+            missing.insert(0, f"kvferry's native core ({error})")
+    return ", ".join(missing)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -11,9 +11,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+ROOT = Path(__file__).resolve().parent.parent  # where `-m demo.worker` is found
 ENDS_WITHIN_S = 5.0
+ANSWERS_WITHIN_S = 600.0  # a large model of the user's own may take minutes to load
 
 
 class WorkerFailedError(Exception):
@@ -35,6 +38,8 @@ class Worker:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**os.environ, **environment},
+            cwd=ROOT,
+            start_new_session=True,  # Ctrl-C is for the starter alone, which then closes the pipe
         )
 
     @property
@@ -51,7 +56,7 @@ class Worker:
         except BrokenPipeError:
             raise self._gone() from None
 
-    def answer(self, timeout_s: float = 120.0) -> Any:
+    def answer(self, timeout_s: float = ANSWERS_WITHIN_S) -> Any:
         """Waits for the answer to the last request.
 
         :raises WorkerFailedError: it could not be carried out, or nothing came in time.

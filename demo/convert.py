@@ -7,14 +7,16 @@ from pathlib import Path
 def main(source: Path, folder: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+    from transformers.utils import logging
 
-    where = {"pretrained_model_name_or_path": source.parent, "gguf_file": source.name}
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(
-        **where, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32
+        source.parent, gguf_file=source.name, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32
     )
     model.config.name_or_path = ""
     model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(**where).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name).save_pretrained(folder)
 
 
 if __name__ == "__main__":

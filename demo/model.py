@@ -8,7 +8,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 from transformers.utils import logging
 
@@ -17,8 +24,8 @@ from demo.paged import KvShape
 
 TINY = "tiny"  # the name under which the made-up model goes
 TINY_SEED = 20_240
-TINY_PROMPT_TOKENS = 200
-RANDOM_PROMPT_TOKENS = 1_200  # for a model that comes without a tokenizer
+RANDOM_PROMPT_TOKENS = 600  # for a model that comes without a tokenizer
+SHORTEST_PROMPT = 64
 
 
 class UnfitModelError(Exception):
@@ -77,27 +84,36 @@ def kv_shape(model: PreTrainedModel) -> KvShape:
     return KvShape(len(cache.layers), kv_heads, head_dim)
 
 
-def prompt_ids(name: str, model: PreTrainedModel, room_for: int) -> list[int]:
-    """The prompt in the model's own tokens, cut at its start where the model is too short for it.
+def load_tokenizer(name: str) -> PreTrainedTokenizerBase | None:
+    """What turns words into the model's tokens and back; None for a model that came without."""
+    if name == TINY:
+        return None
+    try:
+        return AutoTokenizer.from_pretrained(name, local_files_only=True)
+    except (OSError, ValueError, ImportError):
+        return None
+
+
+def prompt_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, room_for: int) -> list[int]:
+    """The prompt in the model's own tokens, cut at its start where the model's context is too short for it.
 
     A model without a tokenizer gets random tokens of a fixed seed.
+
+    :raises UnfitModelError: the context has no room for ``room_for`` new tokens behind a prompt.
     """
     longest = getattr(model.config, "max_position_embeddings", 1 << 30) - room_for
-    tokenizer = _tokenizer(name)
+    if longest < SHORTEST_PROMPT:
+        raise UnfitModelError(f"the model's context has no room for a prompt and {room_for} new tokens")
     if tokenizer is not None:
         ids = list(tokenizer(prompt.text())["input_ids"])
     else:
-        length = TINY_PROMPT_TOKENS if name == TINY else RANDOM_PROMPT_TOKENS
         seeded = torch.Generator().manual_seed(1)
-        ids = torch.randint(model.config.vocab_size, (length,), generator=seeded).tolist()
-    if longest < 2:
-        raise UnfitModelError(f"the model's context has no room for a prompt and {room_for} new tokens")
+        ids = torch.randint(model.config.vocab_size, (RANDOM_PROMPT_TOKENS,), generator=seeded).tolist()
     return ids[-longest:]
 
 
-def words(name: str, tokens: Sequence[int]) -> str:
+def words(tokenizer: PreTrainedTokenizerBase | None, tokens: Sequence[int]) -> str:
     """``tokens`` as text, or as numbers for a model without a tokenizer."""
-    tokenizer = _tokenizer(name)
     return tokenizer.decode(tokens) if tokenizer is not None else " ".join(map(str, tokens))
 
 
@@ -121,12 +137,3 @@ def undivided(model: PreTrainedModel, ids: Sequence[int], count: int) -> list[in
     cache = DynamicCache(config=model.config)
     forward(model, ids[:-1], cache)
     return decode(model, ids[-1], cache, count)
-
-
-def _tokenizer(name: str):
-    if name == TINY:
-        return None
-    try:
-        return AutoTokenizer.from_pretrained(name, local_files_only=True)
-    except (OSError, ValueError):
-        return None

@@ -11,6 +11,7 @@ Driven by the model, through ``update``, once per layer and forward pass.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
@@ -34,6 +35,8 @@ class PagedLayer(CacheLayerMixin):
     """K and V of one layer. ``filled`` tokens are in place; whatever lies behind them is never read."""
 
     is_sliding = False
+    keys: torch.Tensor
+    values: torch.Tensor
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor, filled: int, written: Callable[[], None]):
         super().__init__()
@@ -42,7 +45,9 @@ class PagedLayer(CacheLayerMixin):
         self._written = written
         self.is_initialized = True
 
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *_: object, **__: object):
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *_: object, **__: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write the new tokens behind the filled ones; give attention views of everything up to them."""
         end = self.filled + key_states.shape[-2]
         if end > self.get_max_length():
@@ -84,7 +89,7 @@ class PagedCache(Cache):
         pairs = zip(views[::2], views[1::2], strict=True)
         super().__init__(
             layers=[
-                PagedLayer(keys, values, filled, lambda layer=layer: layer_written(layer))
+                PagedLayer(keys, values, filled, partial(layer_written, layer))
                 for layer, (keys, values) in enumerate(pairs)
             ]
         )

@@ -8,9 +8,10 @@ Never sees a token's meaning nor a byte of the cache; needs neither torch nor kv
 """
 
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from demo.channel import Worker
@@ -79,7 +80,7 @@ def play(model: str, new_tokens: int, say: Say) -> Outcome:
     with ExitStack() as stack:
         prefill = stack.enter_context(Worker("prefill", ENVIRONMENT))
         decode = stack.enter_context(Worker("decode", ENVIRONMENT))
-        say(f"prefill is process {prefill.pid}, decode is process {decode.pid}; both load the model")
+        say(f"prefill is process {prefill.pid}, decode is process {decode.pid}; both load {Path(model).name}")
         prefill.ask("load", name=model, new_tokens=new_tokens)
         decode.ask("load", name=model)
         prompt = prefill.answer()
@@ -137,23 +138,26 @@ class _Play:
 
     # --- the three ways ----------------------------------------------------------------------------------------------
 
-    def handovers(self, transport: str) -> Iterator[Handover]:
+    def handovers(self, transport: str) -> list[Handover]:
         """By layers first, because its prefill computes what the other two ways hand over."""
-        self.say(f"{transport}: prefill, each layer pushed while the next ones are computed")
         push = {"mine": self.there, "theirs": self.here}
+        pull = {"mine": self.here, "theirs": self.there}
+        self.decode.call("pull", **pull)  # of nothing yet: memory is mapped on first use, and first uses are not timed
+
+        self.say(f"{transport}: prefill, each layer pushed while the next ones are computed")
         self.forget()
         overlapped = self.prefill.call("prefill_and_push", **push)
         equal = self.decodes_the_same()
         alone = [self.timed(self.prefill, "push_ready_layers", push) for _ in range(ROUNDS)]
-        yield self.handover(transport, LAYERS, alone, equal, waited_s=overlapped["after_prefill_s"])
+        by_layers = self.handover(transport, LAYERS, alone, equal, waited_s=overlapped["after_prefill_s"])
 
         self.say(f"{transport}: push, then pull")
         times = [self.timed(self.prefill, "push", push) for _ in range(ROUNDS)]
-        yield self.handover(transport, PUSH, times, self.decodes_the_same())
+        pushed = self.handover(transport, PUSH, times, self.decodes_the_same())
 
-        pull = {"theirs": self.there, "mine": self.here}
         times = [self.timed(self.decode, "pull", pull) for _ in range(ROUNDS)]
-        yield self.handover(transport, PULL, times, self.decodes_the_same())
+        pulled = self.handover(transport, PULL, times, self.decodes_the_same())
+        return [pulled, pushed, by_layers]
 
     def timed(self, worker: Worker, what: str, blocks: dict[str, list[int]]) -> dict[str, Any]:
         """One handover into memory that holds nothing of the one before."""

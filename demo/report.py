@@ -7,7 +7,6 @@ from demo.play import Outcome
 
 HEAD = ("transport", "handed over by", "bytes", "time", "GB/s", "waited after prefill", "hidden", "tokens")
 NUMBERS = (2, 3, 4, 5, 6)  # columns set to the right
-ORDER = ("pull", "push", "push by layers")
 
 LEGEND = (
     "time: of the handover alone, median; waited after prefill: until the KV cache was complete at the decode process;\n"
@@ -22,10 +21,6 @@ def render(outcome: Outcome, width: int | None = None) -> str:
 
 
 def rows(outcome: Outcome) -> list[tuple[str, ...]]:
-    ordered = sorted(
-        outcome.handovers, key=lambda handover: ORDER.index(handover.way)
-    )  # stable: transports keep theirs
-    ordered.sort(key=lambda handover: [other.transport for other in outcome.handovers].index(handover.transport))
     return [
         (
             handover.transport,
@@ -37,7 +32,7 @@ def rows(outcome: Outcome) -> list[tuple[str, ...]]:
             "" if handover.hidden is None else f"{handover.hidden:.1%}",
             "equal" if handover.equal else "DIFFERENT",
         )
-        for handover in ordered
+        for handover in outcome.handovers
     ]
 
 

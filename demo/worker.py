@@ -25,7 +25,7 @@ TRANSPORTS = {"map": ("map", "cma", "socket"), "cma": ("map", "cma", "socket"), 
 class Side:
     """What both processes can do: load the model, hold a node with a registered KV cache, give it back."""
 
-    def load(self, name: str) -> None:
+    def load_model(self, name: str) -> None:
         self.model = model.load(name)
         self.shape: KvShape = model.kv_shape(self.model)
 
@@ -56,17 +56,17 @@ class Prefill(Side):
     """Has the prompt and computes its KV cache."""
 
     def load(self, name: str, new_tokens: int) -> dict[str, Any]:
-        super().load(name)
-        self.name = name
-        self.ids = model.prompt_ids(name, self.model, new_tokens)
-        return {"length": len(self.ids), "last": self.ids[-1], "layers": self.shape.layers}
+        self.load_model(name)
+        self.tokenizer = model.load_tokenizer(name)
+        self.ids = model.prompt_ids(self.model, self.tokenizer, new_tokens)
+        return {"length": len(self.ids), "last": self.ids[-1]}
 
     def undivided(self, new_tokens: int) -> dict[str, Any]:
         """The run that all others are compared with; nothing of it is registered anywhere."""
         started = time.perf_counter()
         tokens = model.undivided(self.model, self.ids, new_tokens)
         seconds = time.perf_counter() - started
-        return {"tokens": tokens, "seconds": seconds, "words": model.words(self.name, tokens)}
+        return {"tokens": tokens, "seconds": seconds, "words": model.words(self.tokenizer, tokens)}
 
     def prefill_and_push(self, mine: list[int], theirs: list[int]) -> dict[str, Any]:
         """Computes the prompt's KV cache; each layer leaves for the decode process while the next ones are computed."""
@@ -104,6 +104,9 @@ class Prefill(Side):
 
 class Decode(Side):
     """Continues from a KV cache that it did not compute."""
+
+    def load(self, name: str) -> None:
+        self.load_model(name)
 
     def link(self, address: str) -> dict[str, Any]:
         """Links to the prefill process; says of each transport whether it is offered here."""

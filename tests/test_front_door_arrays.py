@@ -27,7 +27,7 @@ class Dlpack:
     def __init__(self, array: Any, old: bool = False) -> None:
         self.array, self.old = array, old
 
-    def __dlpack_device__(self) -> tuple[int, int]:
+    def __dlpack_device__(self) -> Any:
         return self.array.__dlpack_device__()
 
     def __dlpack__(self, **keywords: Any) -> object:

@@ -208,7 +208,6 @@ def test_a_push_by_addresses_goes_to_the_tensors_that_begin_there(ferry: Any) ->
     [
         ({"blocks": [0, 1]}, "does not say which block goes where"),
         ({"blocks": ([0.5], [1])}, "no list of numbers"),
-        ({"blocks": ([True], [False])}, "no list of numbers"),
         ({"blocks": ([0, 1], [2])}, ""),
         ({"blocks": {0: 6}}, ""),
         ({"blocks": {6: 0}}, ""),
@@ -331,9 +330,9 @@ def test_one_transfer_may_be_awaited_by_many(ferry: Any) -> None:
         transfer = ferry.link.pull_async("kv", into=ferry.mine, timeout_ms=2000)
 
         async def size() -> int:
-            return (await transfer).size_bytes
+            return int((await transfer).size_bytes)
 
-        return await asyncio.gather(size(), size())
+        return list(await asyncio.gather(size(), size()))
 
     assert asyncio.run(both()) == [6 * 4 * BLOCK_BYTES] * 2
 
@@ -470,12 +469,19 @@ def test_layers_are_declared_by_a_thread_and_awaited_by_a_loop(ferry: Any) -> No
 # --- windows -------------------------------------------------------------------------------------------------------
 
 
+def test_a_windows_blocks_have_their_own_numbers(ferry: Any) -> None:
+    with ferry.kv.window(blocks=[4, 1], access="read", ttl_ms=5000) as window:
+        ferry.link.pull(window, into=ferry.mine, blocks={1: 5}, timeout_ms=2000)
+        assert blocks_of(ferry.here)[1] == [-1, -1, -1, -1, -1, 101]
+    with ferry.kv.window(blocks=[4, 1], access="write", ttl_ms=5000) as window:
+        ferry.link.push(ferry.mine, to=window, blocks={5: 4}, timeout_ms=2000)
+        assert blocks_of(ferry.far)[1] == [100, 101, 102, 103, 101, 105]
+
+
 def test_a_window_is_pulled_from_in_its_own_order(ferry: Any) -> None:
     with ferry.kv.window(blocks=[4, 1], access="read", ttl_ms=5000) as window:
         ferry.link.pull(window.name, into=ferry.mine, blocks=[0, 2], timeout_ms=2000)
         assert blocks_of(ferry.here)[1] == [104, -1, 101, -1, -1, -1]
-        ferry.link.pull(window, into=ferry.mine, blocks={1: 5}, timeout_ms=2000)
-        assert blocks_of(ferry.here)[1] == [104, -1, 101, -1, -1, 101]
 
 
 def test_a_window_is_pushed_to_in_its_own_order(ferry: Any) -> None:
@@ -547,10 +553,14 @@ def test_a_far_cache_can_be_described(ferry: Any) -> None:
     assert (description.tensors, description.count, description.unit_bytes) == (4, 6, BLOCK_BYTES)
     assert (description.kind, description.window) == ("host", None)
     assert description.transport in ("map", "cma", "socket")
-    with ferry.kv.window(blocks=[4, 1]) as window:
-        assert ferry.link.describe(window.name, timeout_ms=2000).window == (4, 1)
     with pytest.raises(kvferry.CacheNotFound):
         ferry.link.describe("no", timeout_ms=2000)
+
+
+@pytest.mark.parametrize("access", ["read", "write"])
+def test_a_window_tells_its_blocks_in_its_order(ferry: Any, access: str) -> None:
+    with ferry.kv.window(blocks=[4, 1], access=access) as window:
+        assert ferry.link.describe(window.name, timeout_ms=2000).window == (4, 1)
 
 
 def test_unlinking_is_seen_on_both_sides_and_closing_again_is_fine(ferry: Any) -> None:
@@ -571,10 +581,24 @@ def test_unlinking_is_seen_on_both_sides_and_closing_again_is_fine(ferry: Any) -
         again.pull("kv", into=ferry.mine, timeout_ms=2000)
 
 
-def test_linking_twice_is_said(ferry: Any) -> None:
-    with pytest.raises(kvferry.AlreadyLinked):
-        ferry.d.link(ferry.p.address)
-    assert ferry.d.links == [ferry.link]
+def test_what_ended_with_its_node_may_be_closed_afterwards(ferry: Any) -> None:
+    with ferry.d.register("more", empty()) as cache, cache.window(blocks=[0]) as window, ferry.link:
+        ferry.d.close()
+    assert not window.close()
+    assert not cache.unregister()
+    assert not ferry.d.deallocate(cache.id)
+    with pytest.raises(kvferry.NodeClosed):
+        ferry.link.pull("kv", into=cache)
+
+
+def test_linking_again_replaces_the_link_there_was(ferry: Any) -> None:
+    again = ferry.d.link(ferry.p.address)
+    until = time.monotonic() + 2
+    while ferry.link.alive and time.monotonic() < until:
+        time.sleep(0.005)
+    assert not ferry.link.alive
+    assert ferry.d.links == [again]
+    assert again.pull("kv", into=ferry.mine, blocks={0: 0}, timeout_ms=2000).size_bytes == 4 * BLOCK_BYTES
 
 
 def test_another_secret_is_refused() -> None:

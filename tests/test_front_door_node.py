@@ -33,6 +33,11 @@ def python(program: str, timeout: float = 30.0) -> "subprocess.CompletedProcess[
     )
 
 
+def log_threads() -> int:
+    """Nodes of this process that are open, or not quite closed."""
+    return sum(thread.name == "kvferry-log" for thread in threading.enumerate())
+
+
 def ended_well(program: str) -> str:
     done = python(program)
     assert (done.returncode, done.stderr) == (0, ""), done
@@ -201,7 +206,7 @@ def test_copies_between_and_within_caches(node: kvferry.Node) -> None:
     source, target = kv(2), [np.zeros((6, 4, 8), np.float32) for _ in range(2)]
     for number, array in enumerate(source):
         array[:] = np.arange(6).reshape(6, 1, 1) + 10 * number
-    a, b = node.register("a", source), node.register("b", target)
+    a, b = node.register("a", source, layout="mixed"), node.register("b", target, layout="mixed")
     done = node.copy(a, b, blocks={1: 5, 2: 4})
     assert done.size_bytes == 2 * 2 * 128
     assert done.transport == "local"
@@ -254,7 +259,7 @@ def test_closing_twice_is_fine_and_ends_everything() -> None:
 
 
 def test_a_node_that_is_dropped_closes() -> None:
-    before = threading.active_count()
+    before = log_threads()
     node = kvferry.Node(listen="127.0.0.1:0")
     address = node.address
     assert address is not None
@@ -263,20 +268,20 @@ def test_a_node_that_is_dropped_closes() -> None:
     del node
     gc.collect()
     assert dropped() is None
-    assert threading.active_count() == before
+    assert log_threads() <= before
     with kvferry.Node() as other, pytest.raises(kvferry.LinkFailed):
         other.link(address, timeout_ms=500)
 
 
 def test_a_taken_port_leaves_nothing_behind() -> None:
-    before = threading.active_count()
+    before = log_threads()
     with kvferry.Node(listen="127.0.0.1:0") as node:
         with pytest.raises(kvferry.AddressInUse):
             kvferry.Node(listen=node.address)
         node.stop_listening()
         assert node.address is None
         assert node.listen("127.0.0.1:0").startswith("127.0.0.1:")
-    assert threading.active_count() == before
+    assert log_threads() <= before
 
 
 def test_a_node_says_what_it_holds(node: kvferry.Node) -> None:

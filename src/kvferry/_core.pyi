@@ -267,4 +267,4 @@ class Node:
     def copy(self, source: int, destination: int, moves: Moves) -> Done:
         """Between two caches of this node (or within one: then in the given order)."""
     def statistics(self) -> dict[str, Any]:
-        """node_id, threads, caches, windows, links, pool_bytes, pool_used_bytes, slots_open, descriptors"""
+        """node_id, threads, caches, windows, links, pool_bytes, pool_used_bytes, slots_open"""

@@ -4,13 +4,13 @@ Life of an entry: registered or allocated -> let go, after the core has said tha
 Driven by the node. It must not know the node by more than its caches do, because it outlives one that is dropped.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from kvferry import _core
 from kvferry.arrays import Memory
 from kvferry.cache import Cache, own_id
-from kvferry.errors import CacheNotFound
+from kvferry.errors import CacheNotFound, NodeClosed
 from kvferry.names import BlocksKey, Key, key_words
 from kvferry.options import LAYOUTS, one_of
 
@@ -57,23 +57,15 @@ class Holdings:
             count=like.count,
             keys=_key_list(keys),
         )
-        # TODO: without the guard once the binding has keep_memory (see _core.pyi); until then a late view may crash.
-        keeper = self._core.keep_memory(cache_id) if hasattr(self._core, "keep_memory") else None
+        keeper = self._core.keep_memory(cache_id)  # a view may outlive cache and node
         memories = tuple(like.at(address, keeper) for address in addresses)
         return self._keep(node, cache_id, name, layout, "host", memories, allocated=True)
 
     def unregister(self, cache: Cache | int) -> bool:
-        cache_id = own_id(cache)
-        ended = self._core.unregister_cache(cache_id)
-        self._let_go(cache_id)
-        return ended
+        return self._ended(self._core.unregister_cache, own_id(cache))
 
     def deallocate(self, cache: Cache | int) -> bool:
-        cache_id = own_id(cache)
-        ended = self._core.deallocate_cache(cache_id)
-        if ended:
-            self._let_go(cache_id)
-        return ended
+        return self._ended(self._core.deallocate_cache, own_id(cache))
 
     def find(self, cache: Cache | int) -> Cache:
         cache_id = own_id(cache)
@@ -112,9 +104,15 @@ class Holdings:
         )
         return cache
 
-    def _let_go(self, cache_id: int) -> None:
-        self.memories.pop(cache_id, None)
-        self.caches.pop(cache_id, None)
+    def _ended(self, end: Callable[[int], bool], cache_id: int) -> bool:
+        try:
+            ended = end(cache_id)
+        except NodeClosed:
+            return False  # it ended with the node
+        if ended:
+            self.memories.pop(cache_id, None)
+            self.caches.pop(cache_id, None)
+        return ended
 
 
 def _key_list(keys: Keys) -> list[tuple[str, int, int] | None]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from kvferry import _core, moves
 from kvferry.cache import Cache, own_id
-from kvferry.errors import InternalError, KvferryError
+from kvferry.errors import KvferryError, NodeClosed, Unsupported
 from kvferry.layers import LayerPush
 from kvferry.moves import BlockMap, Units
 from kvferry.names import Addresses, FarCache, Targets, is_window, target
@@ -242,7 +242,7 @@ class Link:
     def describe(self, source: FarCache, timeout_ms: int = 1000) -> CacheDescription:
         """What ``source`` stands for at the peer right now. Moves nothing.
 
-        :raises CacheNotFound: nothing.
+        :raises CacheNotFound: it stands for nothing.
         """
         return record(CacheDescription, self._core.describe(self._targets.of(source), checked_timeout(timeout_ms)))
 
@@ -276,6 +276,8 @@ class Link:
         """Ends the link, with the peer's consent if it answers within a second, and without it if not."""
         try:
             self._core.unlink(_CLOSE_MS, not self._core.alive)
+        except NodeClosed:
+            return  # it ended with the node
         except KvferryError:
             self._core.unlink(_CLOSE_MS, True)
 
@@ -300,6 +302,8 @@ class Link:
             return blocks
         units = record(CacheDescription, self._core.describe(target(window), checked_timeout(timeout_ms))).window
         if units is None:
-            raise InternalError(f"{self.peer} did not say which blocks the window has", peer=self.peer)
+            raise Unsupported(
+                f"{self.peer} does not say which blocks its window has: name them, blocks={{theirs: mine}}"
+            )
         mine: Units = blocks  # type: ignore[assignment]
         return (units, mine) if far_first else (mine, units)

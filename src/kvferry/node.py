@@ -123,8 +123,10 @@ class Node:
     def link(self, address: str, timeout_ms: int = 3000) -> Link:
         """Links to the node that listens at ``address``. Afterwards both sides may pull and push.
 
+        A link that this node had opened to that one before is replaced and goes down.
+
         :raises LinkFailed: nobody answers there. :raises Refused: another secret, version or user.
-        :raises AlreadyLinked: there is a link to that node. :raises DeadlineExceeded: time was up.
+        :raises DeadlineExceeded: time was up.
         """
         host, port = parse_address(address)
         return self._wrapped(self._core.connect(host, port, checked_timeout(timeout_ms)))

@@ -11,13 +11,12 @@ from typing import Any, TypeVar
 __all__ = ["CacheDescription", "LinkStatistics", "NodeStatistics"]
 
 _Record = TypeVar("_Record")
-_LAYOUT_WORDS = ("rows", "blocks", "mixed")
 
 
 @dataclass(frozen=True, slots=True)
 class NodeStatistics:
-    """What a node holds: counts of its native threads, caches, windows, links, open guard slots and descriptors, and how
-    many bytes its pool has and has given out."""
+    """What a node holds: counts of its native threads, caches, windows, links and open guard slots, and how many bytes its
+    pool has and has given out."""
 
     node_id: int
     threads: int
@@ -27,7 +26,6 @@ class NodeStatistics:
     pool_bytes: int
     pool_used_bytes: int
     slots_open: int
-    descriptors: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,11 +75,11 @@ class CacheDescription:
 
 def record(kind: type[_Record], words: Mapping[str, Any]) -> _Record:
     """The record made of the core's dictionary; what the record has no field for is left out."""
-    fields = {name: words[name] for name in kind.__slots__}  # type: ignore[attr-defined]
-    if isinstance(fields.get("layout"), int):
-        fields["layout"] = _LAYOUT_WORDS[fields["layout"]]
-    if isinstance(fields.get("window"), list):
-        fields["window"] = tuple(fields["window"])
-    return kind(
-        **{name: MappingProxyType(dict(value)) if isinstance(value, dict) else value for name, value in fields.items()}
-    )
+    fields: dict[str, Any] = {name: words.get(name) for name in kind.__slots__}  # type: ignore[attr-defined]
+    return kind(**{name: _frozen(value) for name, value in fields.items()})
+
+
+def _frozen(value: Any) -> Any:
+    if isinstance(value, dict):
+        return MappingProxyType(dict(value))
+    return tuple(value) if isinstance(value, list) else value

@@ -7,6 +7,7 @@ request and stands in a pull or push where the cache's name would.
 from dataclasses import dataclass
 
 from kvferry import _core
+from kvferry.errors import NodeClosed
 
 __all__ = ["Window"]
 
@@ -30,7 +31,10 @@ class Window:
         When this returns nothing can be written through it any more and every later read through it fails, also reads
         that are under way in other processes: its blocks may be reused at once.
         """
-        return self._core.close_window(self.name)
+        try:
+            return self._core.close_window(self.name)
+        except NodeClosed:
+            return False  # it ended with the node
 
     def __enter__(self) -> "Window":
         return self
