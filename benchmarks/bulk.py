@@ -12,7 +12,7 @@ from limits import KIB, MIB, Work, one_piece, scattered
 from pair import Pair
 from peers import MOONCAKE_TCP, NIXL_SAME_HOST, NIXL_TCP, Peer, Way
 from table import Row
-from turns import Contender, Figure, Value, in_turns, until_steady
+from turns import ALIKE, Contender, Figure, Value, drift, in_turns, until_steady
 
 SHAPES = {
     "256MiB": one_piece(256 * MIB),
@@ -36,11 +36,12 @@ class Bulk:
     limit: str
     reach: float
     push: bool = False
+    apart: bool = False  # over TCP between two networks, like between two hosts
     peers: tuple[tuple[str, float], ...] = ()  # (package, how many times its figure is to be reached)
 
     @property
     def name(self) -> str:
-        return f"{self.transport}-{self.shape}" + ("-push" if self.push else "")
+        return ("tcp" if self.apart else self.transport) + f"-{self.shape}" + ("-push" if self.push else "")
 
     @property
     def work(self) -> Work:
@@ -58,6 +59,9 @@ CASES = [
     Bulk("socket", "256MiB", "tcp", 0.95, peers=(("nixl", 2.5), ("mooncake", 1.2))),
     Bulk("socket", "4096x32KiB", "tcp", 0.85, peers=(("nixl", 0), ("mooncake", 0))),
     Bulk("socket", "65536x4KiB", "tcp", 0.60, peers=(("nixl", 0),)),
+    Bulk("socket", "256MiB", "tcp", 0.95, apart=True, peers=(("nixl", 2.5), ("mooncake", 1.2))),
+    Bulk("socket", "4096x32KiB", "tcp", 0.85, apart=True),
+    Bulk("socket", "65536x4KiB", "tcp", 0.60, apart=True),
 ]
 
 
@@ -70,8 +74,8 @@ def run(bench: Bench, case: Bulk) -> Iterator[Row]:
 
 def _measure(bench: Bench, case: Bulk, threads: int) -> Iterator[Row]:
     one = threads == 1
-    setup = bench.setup(case.work, case.transport, copy_threads=1 if one else 0)
-    limit_threads = 1 if case.limit == "tcp" else threads
+    setup = bench.setup(case.work, case.transport, copy_threads=1 if one else 0, apart=case.apart)
+    limit_threads = 1 if case.transport == "socket" else threads
     notes: list[str] = []
     with ExitStack() as stack:
         pair = stack.enter_context(Pair(setup))
@@ -80,7 +84,7 @@ def _measure(bench: Bench, case: Bulk, threads: int) -> Iterator[Row]:
         if bench.kvferry:
             notes.append(_first_rounds(pair, case, ours))
             contenders.append(_contender("kvferry", case.work, ours))
-        if case.transport == "socket":
+        if case.transport == "socket" and not case.apart:
             contenders.append(_contender("raw Unix socket", case.work, lambda: pair.limit("unix")))
         peers = [_open(bench, stack, way, case.work) for way in _ways(bench, case)] if one else []
         contenders += [_peer_contender(peer, case.work) for peer in peers if peer]
@@ -113,6 +117,9 @@ def _measure(bench: Bench, case: Bulk, threads: int) -> Iterator[Row]:
         attempts=turns.attempts,
     )
     yield row
+    unix = turns.others.get("raw Unix socket")
+    if unix:
+        yield _against_unix(case, mine, unix, row)
     if one:
         yield from _against_peers(case, mine, turns.others, row)
 
@@ -153,6 +160,25 @@ def _peer_contender(peer: Peer, work: Work) -> Contender:
         return _value(work, Sample(answer["seconds"], answer["cpu_s"])) if answer else None
 
     return Contender(peer.way.name, measured, most_rounds=5)
+
+
+def _against_unix(case: Bulk, mine: Figure | None, unix: Figure, row: Row) -> Row:
+    """The stricter row: on one host kvferry's own lanes are Unix sockets."""
+    apart = drift(unix.values)
+    ratio = mine.median / unix.median if mine else None
+    return Row(
+        f"{row.case}:unix",
+        case.transport,
+        "GB/s",
+        mine,
+        "one raw Unix socket",
+        unix,
+        ratio,
+        row.target,
+        None if ratio is None else ratio >= case.reach,
+        steady=apart <= ALIKE,
+        attempts=row.attempts,
+    )
 
 
 def _against_peers(case: Bulk, mine: Figure | None, others: dict[str, Figure], row: Row) -> Iterator[Row]:

@@ -41,7 +41,7 @@ class Prefill:
         self._memory = PrivateMemory(REGION_BYTES)
         Limits(library).fill_pattern(self._memory.address, REGION_BYTES)
         with socket.create_server(("127.0.0.1", 0)) as free:
-            self.port = free.getsockname()[1]
+            self.port: int = free.getsockname()[1]
         self._engine = _started("PROMPT", 0, self.port)
         key = BlocksCacheKey(0, 0)
         self._engine.cache_manager.register_blocks_cache(_described(unit), [self._memory.address], key)

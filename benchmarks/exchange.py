@@ -24,6 +24,7 @@ class Setup:
     copy_threads: int = 1
     tensors: int = 1
     kvferry: bool = True
+    apart: bool = False  # the two processes are in two networks, like on two hosts
     cold_names: int = 0  # further caches of one block each, every one under a name of its own
 
 
@@ -35,7 +36,7 @@ class Offer:
     node: str | None
     source_address: int
     shared: tuple[int, int] | None  # the owner's descriptor of the memfd that holds the source, and the offset in it
-    tcp_port: int
+    tcp: tuple[str, int]
     unix_name: str
 
 

@@ -18,7 +18,7 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { MOST_THREADS = 64, VECTORS_A_CALL = 1024, REQUEST_BYTES = 64 };
+enum { MOST_THREADS = 64, VECTORS_A_CALL = 1024, REQUEST_BYTES = 64, PIECE_BYTES = 1 << 20 };
 
 static double seconds_now(void) {
   struct timespec t;
@@ -140,11 +140,16 @@ double copy_latencies(void *to, const void *from, const int64_t *to_blocks, cons
   return all;
 }
 
-/* ---- sockets: one connection, blocking; the answer to a 64-byte request is as many bytes as it asks for ---- */
+/* ---- sockets: one connection, blocking; the answer to a 64-byte request is as many bytes as it asks for ----
+ *
+ * In pieces of 1 MiB: over TCP a single call for everything moves a third less (3.2 for 4.7 GB/s over loopback), and so
+ * do pieces of 256 KiB. A Unix socket does not care. */
+
+static int64_t piece(int64_t left) { return left < PIECE_BYTES ? left : PIECE_BYTES; }
 
 static int write_all(int socket, const char *at, int64_t left) {
   while (left > 0) {
-    ssize_t n = send(socket, at, (size_t)left, MSG_NOSIGNAL);
+    ssize_t n = send(socket, at, (size_t)piece(left), MSG_NOSIGNAL);
     if (n < 0 && errno == EINTR) continue;
     if (n <= 0) return n < 0 ? errno : EPIPE;
     at += n;
@@ -155,7 +160,7 @@ static int write_all(int socket, const char *at, int64_t left) {
 
 static int read_all(int socket, char *at, int64_t left) {
   while (left > 0) {
-    ssize_t n = recv(socket, at, (size_t)left, 0);
+    ssize_t n = recv(socket, at, (size_t)piece(left), 0);
     if (n < 0 && errno == EINTR) continue;
     if (n <= 0) return n < 0 ? errno : EPIPE;
     at += n;

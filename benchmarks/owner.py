@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import networks
 from exchange import TIMEOUT_MS, Offer, Sample, Setup, moves, open_node, timed
 from limits import MIB, Limits, PrivateMemory
 
@@ -23,16 +24,18 @@ class Owner:
     def __init__(self, setup: Setup) -> None:
         self._setup, self._limits = setup, Limits(setup.library)
         self._memory: list[Any] = []
-        self._node = None
+        self._host = networks.OWNER if setup.apart else "127.0.0.1"
+        self._node: Any = None
+        self._cache: Any = None
         if setup.kvferry:
             pool = setup.work.region_bytes * setup.tensors + setup.cold_names * MIB // 8 + 64 * MIB
             options = {"pool": pool} if setup.transport == "map" else {}
-            self._node = open_node(setup, listen="127.0.0.1:0", **options)
+            self._node = open_node(setup, listen=f"{self._host}:0", **options)
         self._addresses = self._source()
         for address in self._addresses:
             self._limits.fill_pattern(address, setup.work.region_bytes)
         self._register_cold_names()
-        self._tcp = socket.create_server(("127.0.0.1", 0))
+        self._tcp = socket.create_server((self._host, 0))
         self._unix = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._unix.bind(f"\0kvferry-benchmark-{os.getpid()}")
         self._unix.listen()
@@ -41,7 +44,8 @@ class Owner:
         work, tensors = self._setup.work, self._setup.tensors
         if self._node is not None and self._setup.transport == "map":
             shape = (work.slots, work.unit)
-            return list(self._node.allocate("kv", tensors=tensors, shape=shape, dtype="uint8").addresses)
+            self._cache = self._node.allocate("kv", tensors=tensors, shape=shape, dtype="uint8")
+            return list(self._cache.addresses)
         if self._setup.transport == "map":
             descriptor = os.memfd_create("source")
             os.ftruncate(descriptor, work.region_bytes * tensors)
@@ -52,7 +56,8 @@ class Owner:
         memory = [PrivateMemory(work.region_bytes) for _ in range(tensors)]
         self._memory.extend(memory)
         if self._node is not None:
-            self._node.register("kv", [m.bytes.reshape(work.slots, work.unit) for m in memory], layout="blocks")
+            tensors_of = [m.bytes.reshape(work.slots, work.unit) for m in memory]
+            self._cache = self._node.register("kv", tensors_of, layout="blocks")
         return [m.address for m in memory]
 
     def _register_cold_names(self) -> None:
@@ -72,11 +77,11 @@ class Owner:
         node = self._node.address if self._node is not None else None
         shared = shared_pages(self._addresses[0]) if self._setup.transport == "map" else None
         name = f"\0kvferry-benchmark-{os.getpid()}"
-        return Offer(os.getpid(), node, self._addresses[0], shared, self._tcp.getsockname()[1], name)
+        return Offer(os.getpid(), node, self._addresses[0], shared, self._tcp.getsockname(), name)
 
     def answer_raw(self) -> None:
-        """Accept the puller's raw TCP and raw Unix connection; a C loop answers each."""
-        for listener in (self._tcp, self._unix):
+        """Accept the puller's raw TCP and, on one host, raw Unix connection; a C loop answers each."""
+        for listener in (self._tcp,) if self._setup.apart else (self._tcp, self._unix):
             connection, _ = listener.accept()
             if connection.family == socket.AF_INET:
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -86,9 +91,9 @@ class Owner:
 
     def push(self, puller_pid: int) -> Sample:
         assert self._node is not None
-        link = next(link for link in self._node.links if link.alive)
+        cache, link = self._cache, next(link for link in self._node.links if link.alive)
         options = moves(self._setup.work)
-        call = lambda: link.push("kv", to="mine", timeout_ms=TIMEOUT_MS, **options)  # noqa: E731
+        call = lambda: link.push(cache, to="mine", timeout_ms=TIMEOUT_MS, **options)  # noqa: E731
         return timed((os.getpid(), puller_pid), call)[0]
 
     def shared_blocks_512(self) -> int:

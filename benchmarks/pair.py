@@ -8,13 +8,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
+import networks
 from exchange import Offer, Sample, Setup
 from limits import process_clock
 
@@ -26,16 +27,18 @@ class WorkerFailed(Exception):
 
 
 class Worker:
-    """One worker process; `call` runs a method of its role there."""
+    """One worker process. It answers once when it runs; `start` makes its role, `call` runs a method of that."""
 
-    def __init__(self, role: str, *arguments: Any) -> None:
+    def __init__(self, role: str, before: Sequence[str] = ()) -> None:
         self._role = role
         self._pipe, theirs = Pipe()
         script = Path(__file__).with_name("worker.py")
-        command = [sys.executable, str(script), role, str(theirs.fileno())]
+        command = [*before, sys.executable, str(script), role, str(theirs.fileno())]
         self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()])
         theirs.close()
         self.pid = self._process.pid
+
+    def start(self, *arguments: Any) -> None:
         self.call("start", *arguments)
 
     def call(self, name: str, *arguments: Any, **options: Any) -> Any:
@@ -70,13 +73,22 @@ class Pair:
 
     def __init__(self, setup: Setup, *, raw: bool = True) -> None:
         self.setup = setup
-        self.owner = Worker("owner", setup)
+        before = networks.ALONE if setup.apart else ()
+        self.owner, self.puller = Worker("owner", before), Worker("puller", before)
         try:
-            self.offer: Offer = self.owner.call("offer")
-            self.puller = Worker("puller", setup, self.offer)
+            self._meet(raw)
         except BaseException:
-            self.owner.close()
+            self.close()
             raise
+
+    def _meet(self, raw: bool) -> None:
+        for worker in (self.owner, self.puller):
+            worker.answer()
+        if self.setup.apart:
+            networks.join(self.owner.pid, self.puller.pid)
+        self.owner.start(self.setup)
+        offer: Offer = self.owner.call("offer")
+        self.puller.start(self.setup, offer)
         if raw:
             self.owner.send("answer_raw")
             self.puller.call("connect_raw")
@@ -101,6 +113,9 @@ class Pair:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
         self.puller.close()
         self.owner.close()
 

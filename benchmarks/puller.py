@@ -49,8 +49,10 @@ class Puller:
         self.link()
 
     def connect_raw(self) -> None:
-        self._tcp = socket.create_connection(("127.0.0.1", self._offer.tcp_port))
+        self._tcp = socket.create_connection(self._offer.tcp)
         self._tcp.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if self._setup.apart:
+            return
         self._unix = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._unix.connect(self._offer.unix_name)
 

@@ -33,11 +33,13 @@ class Small:
     unit: int
     most_us: float | None = None
     most_ratio: float | None = None
+    apart: bool = False  # over TCP between two networks
 
     @property
     def name(self) -> str:
+        way = "tcp" if self.apart else self.transport
         verb = {"prepared": "block", "named": "oneoff", "cold": "cold", "datadist": "datadist"}[self.kind]
-        return f"{self.transport}-{verb}-{self.unit // KIB}KiB"
+        return f"{way}-{verb}-{self.unit // KIB}KiB"
 
     @property
     def work(self) -> Work:
@@ -50,7 +52,12 @@ CASES = [
     *(Small("named", t, u, most_us=10.0) for t in ("map", "cma") for u in (4 * KIB, 64 * KIB)),
     *(Small("cold", t, u, most_ratio=1.3) for t in ("map", "cma") for u in (4 * KIB, 64 * KIB)),
     *(Small("datadist", "cma", u, most_us=20.0) for u in (4 * KIB, 64 * KIB)),
-    *(Small(kind, "socket", u, most_ratio=1.3) for kind in ("prepared", "named") for u in (4 * KIB, 64 * KIB)),
+    *(
+        Small(kind, "socket", u, most_ratio=1.3, apart=apart)
+        for apart in (False, True)
+        for kind in ("prepared", "named")
+        for u in (4 * KIB, 64 * KIB)
+    ),
 ]
 
 
@@ -61,7 +68,7 @@ def run(bench: Bench, case: Small) -> Iterator[Row]:
     notes: list[str] = []
     with ExitStack() as stack:
         names = COLD_NAMES if case.kind == "cold" else 0
-        pair = stack.enter_context(Pair(bench.setup(case.work, case.transport, cold_names=names)))
+        pair = stack.enter_context(Pair(bench.setup(case.work, case.transport, cold_names=names, apart=case.apart)))
         puller = pair.puller
         baseline, more = _limits(pair, case)
         contenders = list(more)
@@ -90,7 +97,8 @@ def _limits(pair: Pair, case: Small) -> tuple[Contender, list[Contender]]:
         return Contender(name, lambda: _p50(puller.call("ask_latencies", wire, size_bytes, CALLS)))
 
     if case.transport == "socket":
-        return asked("tcp", case.unit), [asked("unix", case.unit), asked("tcp", ASK_BYTES)]
+        more = [] if case.apart else [asked("tcp", case.unit)]
+        return asked("tcp" if case.apart else "unix", case.unit), more
     copied = Contender("bare copy of the block", lambda: _p50(puller.call("copy_latencies", CALLS)))
     answered = asked("unix", ASK_BYTES)
     if case.kind == "prepared":
@@ -110,10 +118,10 @@ def _ours(pair: Pair, case: Small, bench: Bench):  # type: ignore[no-untyped-def
 
 def _peer_contenders(bench: Bench, stack: ExitStack, case: Small) -> list[Contender]:
     """NIXL on the same host beside prepared pulls; a handle made for each read, and one posted again and again."""
-    if case.kind != "prepared" or case.transport == "cma" or "nixl" not in bench.peer_pythons:
+    if case.kind != "prepared" or case.apart or "nixl" not in bench.peer_pythons:
         return []
     contenders = []
-    for way in NIXL_SAME_HOST if case.transport == "map" else NIXL_TCP:
+    for way in NIXL_TCP if case.transport == "socket" else NIXL_SAME_HOST:
         contenders += _nixl_contenders(bench, stack, case, way)
     return contenders
 
@@ -140,7 +148,7 @@ def _row(case: Small, where: str, turns: Turns, notes: list[str]) -> Row:
     mine = turns.others.pop("kvferry", None)
     limit_name = "bare copy of the block" if case.kind == "prepared" else f"raw Unix round trip of {ASK_BYTES} B"
     if case.transport == "socket":
-        limit_name = f"raw TCP request and answer of {_size(case.unit)}"
+        limit_name = f"raw {'TCP' if case.apart else 'Unix'} request and answer of {_size(case.unit)}"
     named = case.name if where == "free" else f"{case.name}:{where.replace(' ', '-')}"
     ratio = met = None
     if mine:
@@ -151,7 +159,8 @@ def _row(case: Small, where: str, turns: Turns, notes: list[str]) -> Row:
         met = _met(case, mine, ratio, nixl)
     for name, figure in turns.others.items():
         if figure.values:
-            notes.append(f"{name}: p50 {figure.median:.2f} / {figure.best:.2f}, p99 {figure.p99:.1f} us")
+            times = f"; kvferry takes {mine.median / figure.median:.2f} times that" if mine else ""
+            notes.append(f"{name}: p50 {figure.median:.2f} / {figure.best:.2f}, p99 {figure.p99:.1f} us{times}")
     return Row(
         named,
         case.transport,
@@ -188,9 +197,11 @@ def _run_datadist(bench: Bench, case: Small) -> Iterator[Row]:
         return
     mine = Figure(higher_is_better=False)
     with ExitStack() as stack:
-        library = str(bench.library)
-        prefill = stack.enter_context(closing(Worker("prefill", library, case.unit)))
-        decode = stack.enter_context(closing(Worker("decode", library, case.unit, prefill.call("listens_on"))))
+        prefill, decode = (stack.enter_context(closing(Worker(role))) for role in ("prefill", "decode"))
+        for worker in (prefill, decode):
+            worker.answer()
+        prefill.start(str(bench.library), case.unit)
+        decode.start(str(bench.library), case.unit, prefill.call("listens_on"))
         decode.call("latencies", CALLS)
         for _ in range(bench.rounds):
             mine.add(_p50(decode.call("latencies", CALLS)))

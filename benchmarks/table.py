@@ -12,8 +12,8 @@ from typing import Any
 from turns import Figure
 
 HEADER = (
-    f"{'case':<26} {'transport':<10} {'kvferry':>17} {'limit':>17} {'ratio':>7}  {'target':<30} {'met':<4}\n"
-    f"{'':<26} {'':<10} {'median / best':>17} {'median / best':>17}"
+    f"{'case':<29} {'transport':<10} {'kvferry':>17} {'limit':>17} {'ratio':>7}  {'target':<30} {'met':<4}\n"
+    f"{'':<29} {'':<10} {'median / best':>17} {'median / best':>17}"
 )
 
 
@@ -40,7 +40,7 @@ def lines(row: Row) -> str:
     met = {True: "yes", False: "NO", None: "-"}[row.met]
     ratio = "-" if row.ratio is None else f"{row.ratio:.2f}"
     first = (
-        f"{row.case:<26} {row.transport:<10} {_pair(row.ours):>17} {_pair(row.limit):>17} {ratio:>7}  "
+        f"{row.case:<29} {row.transport:<10} {_pair(row.ours):>17} {_pair(row.limit):>17} {ratio:>7}  "
         f"{row.target or '-':<30} {met:<4}"
     )
     beside = [f"{row.unit}" + (f"; limit: {row.limit_name}" if row.limit_name else "")]

@@ -23,8 +23,9 @@ ROLES = {"owner": Owner, "puller": Puller, "prefill": Prefill, "decode": Decode}
 
 
 def serve_commands(pipe: Connection, role: type) -> None:
-    """Answer until the pipe closes. The first command gives the role's arguments."""
+    """Say that this process runs, then answer until the pipe closes. The first command gives the role's arguments."""
     side: Any = None
+    pipe.send((True, "running"))
     while True:
         try:
             name, arguments, options = pipe.recv()

@@ -166,15 +166,20 @@ Done done_of(const Operation& operation, const Result& result) {
 }
 
 // Small transfers that need no answer from anybody keep the GIL: giving it up beside a busy Python thread costs up to 5 ms.
-constexpr std::uint64_t keep_gil_bytes = 32 << 10;
+constexpr std::uint64_t keep_gil_bytes = 64 << 10;
 
 Done run(Operation& operation, bool keep_gil) {
   if (keep_gil) return done_of(operation, operation.run_here());
   Result result;
+  bool interrupted = false;
   {
     nb::gil_scoped_release release;
-    result = operation.run_here();
+    result = operation.run_here([&interrupted] {  // asked about five times a second: Ctrl-C ends a long wait
+      nb::gil_scoped_acquire gil;
+      return interrupted = interrupted || PyErr_CheckSignals() != 0;
+    });
   }
+  if (interrupted) throw nb::python_error();
   return done_of(operation, result);
 }
 

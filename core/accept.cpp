@@ -195,7 +195,7 @@ bool Incoming::on_local(Frame& frame) {
   if (!pending) throw wire::WireError("a local step with a token that was not given out");
   auto facts = hello::examine_local_peer(descriptor_.get(), said, frame.descriptors, node_.engine.options.transports);
   const bool same_user = facts.credentials.uid == ::geteuid();
-  reply(hello::write(node_.local_facts(said.token), true), same_user ? node_.engine.guards.page_descriptor() : -1);
+  reply(hello::write(node_.local_facts(said.token), true, same_user), same_user ? node_.engine.guards.page_descriptor() : -1);
   pending->local = std::move(facts);
   node_.engine.reactor.forget(token_, descriptor_.get());
   pending->local_connection = std::move(descriptor_);
@@ -214,13 +214,14 @@ bool Incoming::on_auth(const Frame& frame) {
   auto facts = node_.facts_of(pending_->hello, std::move(pending_->local), pending_->endpoint);
   const auto token = hello::random_token();
   const auto link = node_.new_link(std::move(facts), false, token, nullptr);
-  reply(hello::write_welcome(token));
+  // The peer hears of the link when it is up here, so that whoever dialled finds it on both sides at once.
   if (local_done) {
     node_.bring_up(link, std::move(pending_->local_connection), true);
+    reply(hello::write_welcome(token));
     return false;
   }
   node_.engine.reactor.forget(token_, descriptor_.get());
-  node_.bring_up(link, std::move(descriptor_), true);
+  node_.bring_up(link, std::move(descriptor_), true, hello::write_welcome(token));
   return false;
 }
 
@@ -233,7 +234,7 @@ bool Incoming::on_lane(const Frame& frame) {
   if (said.reverse) {
     auto lane = std::make_unique<Lane>();
     lane->descriptor = std::move(descriptor_);
-    lane->small = said.small;
+    lane->use = said.use;
     link->lanes.add(std::move(lane));
   } else {
     const auto lane = std::make_shared<ServerLane>(node_.engine, link, std::move(descriptor_), std::move(in_));

@@ -15,36 +15,36 @@ struct Dialler {
   std::string unix_name;  // "" : TCP
   Endpoint endpoint;
 
-  Descriptor dial(bool small, bool reverse, std::vector<std::uint8_t>& first) const {
+  Descriptor dial(LaneUse use, bool reverse, std::vector<std::uint8_t>& first) const {
     Descriptor descriptor;
     try {
       descriptor = unix_name.empty() ? start_dial_tcp(endpoint.host, endpoint.port) : dial_abstract(unix_name, Deadline{0});
     } catch (const Error&) {  // no descriptor: whoever needs the lane tries again, and its deadline says when to stop
     }
     if (descriptor) tune_lane(descriptor.get());
-    hello::LaneHello lane{token, reverse, small};
+    hello::LaneHello lane{token, reverse, use};
     first = hello::write(lane);
     return descriptor;
   }
 
-  std::unique_ptr<Lane> operator()(bool small) const {
+  std::unique_ptr<Lane> operator()(LaneUse use) const {
     auto lane = std::make_unique<Lane>();
-    lane->descriptor = dial(small, false, lane->preface);
-    lane->small = small;
+    lane->descriptor = dial(use, false, lane->preface);
+    lane->use = use;
     return lane->descriptor ? std::move(lane) : nullptr;
   }
 };
 
 // A lane on which the peer asks and this side serves. When it is lost while the link is up, the peer has reset it after
 // an operation that ended early: a new one is opened in its place.
-void open_for_peer(const Dialler& dialler, const std::shared_ptr<Link>& link, bool small) {
+void open_for_peer(const Dialler& dialler, const std::shared_ptr<Link>& link, LaneUse use) {
   std::vector<std::uint8_t> first;
-  auto descriptor = dialler.dial(small, true, first);
+  auto descriptor = dialler.dial(use, true, first);
   if (!descriptor) return;
   const std::weak_ptr<Link> weak = link;
-  auto lost = [dialler, weak, small] {
+  auto lost = [dialler, weak, use] {
     const auto alive = weak.lock();
-    if (alive && alive->alive()) open_for_peer(dialler, alive, small);
+    if (alive && alive->alive()) open_for_peer(dialler, alive, use);
   };
   const auto lane = std::make_shared<ServerLane>(dialler.node->engine, link, std::move(descriptor), std::move(first), std::move(lost));
   link->add_server_lane(lane);
@@ -71,7 +71,7 @@ LocalStep do_local_step(NodeInner& node, const hello::Challenge& challenge, cons
     const auto credentials = peer_credentials(connection.get());
     const bool same_user = credentials && credentials->uid == ::geteuid();
     const int page = node.engine.guards.page_descriptor();
-    send_all(connection.get(), hello::write(node.local_facts(challenge.local_token), false), deadline,
+    send_all(connection.get(), hello::write(node.local_facts(challenge.local_token), false, same_user), deadline,
              same_user ? std::span<const int>(&page, 1) : std::span<const int>());
     auto frame = answer_of(connection.get(), deadline);
     if (frame.header.type != wire::Type::local_answer) throw wire::WireError("another frame than the hello asks for");
@@ -121,7 +121,8 @@ std::shared_ptr<Link> converse(NodeInner& node, Descriptor tcp, const Deadline& 
   const Dialler dialler{&node, token, unix_lanes ? challenge.local_address : "", endpoint};
   auto link = node.new_link(std::move(facts), true, token, dialler);
   node.bring_up(link, step.connection ? std::move(step.connection) : std::move(tcp), false);
-  for (unsigned i = 0; i < options.lanes; ++i) open_for_peer(dialler, link, i == 0);
+  for (unsigned i = 0; i < options.lanes; ++i) open_for_peer(dialler, link, i == 0 ? LaneUse::small : LaneUse::bulk);
+  open_for_peer(dialler, link, LaneUse::push);
   return link;
 }
 

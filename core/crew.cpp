@@ -27,10 +27,7 @@ void Crew::stop() {
     stopping_ = true;
     work_.notify_all();
   }
-  if (adopters_.load() > 0) {
-    const std::uint64_t one = 1;
-    [[maybe_unused]] const auto n = ::write(event_.get(), &one, sizeof one);
-  }
+  disturb();
   for (auto& thread : threads_) thread.join();
   threads_.clear();
   tasks_.clear();
@@ -48,20 +45,26 @@ void Crew::submit(std::shared_ptr<Operation> operation) {
     tasks_.push_back({std::move(operation), false});
     work_.notify_one();
   }
-  if (adopters_.load(std::memory_order_seq_cst) > 0) {
-    const std::uint64_t one = 1;
-    [[maybe_unused]] const auto n = ::write(event_.get(), &one, sizeof one);
-  }
+  disturb();
+}
+
+void Crew::disturb() noexcept {
+  if (adopters_.load(std::memory_order_seq_cst) == 0) return;
+  const std::uint64_t one = 1;
+  [[maybe_unused]] const auto n = ::write(event_.get(), &one, sizeof one);
 }
 
 unsigned Crew::ask_for_help(const std::shared_ptr<Operation>& operation, unsigned hands) {
   hands = std::min(hands, helpers_);
   if (hands == 0) return 0;
-  const std::lock_guard lock(mutex_);
-  for (unsigned i = 0; i < hands; ++i) {
-    tasks_.push_front({operation, true});  // it is running already: before what has not begun
-    work_.notify_one();
+  {
+    const std::lock_guard lock(mutex_);
+    for (unsigned i = 0; i < hands; ++i) {
+      tasks_.push_front({operation, true});  // it is running already: before what has not begun
+      work_.notify_one();
+    }
   }
+  disturb();
   return hands;
 }
 

@@ -29,6 +29,7 @@ class Crew {
   void submit(std::shared_ptr<Operation> operation);
   // Asks up to `hands` copy threads to call operation->help(). Returns how many were asked.
   unsigned ask_for_help(const std::shared_ptr<Operation>& operation, unsigned hands);
+  void disturb() noexcept;  // whoever waits for an adopted socket looks for other work
   void submit_background(std::function<void()> task);  // when nothing else is to be done
   unsigned threads() const noexcept { return threads_wanted_; }
   unsigned helpers() const noexcept { return helpers_; }

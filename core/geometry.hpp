@@ -15,6 +15,8 @@
 
 namespace kvferry {
 
+inline constexpr std::size_t longest_name = 4096;  // of a cache, in bytes
+
 enum class Layout : std::uint8_t { rows = 0, blocks = 1, mixed = 2 };
 
 // Where one tensor of a cache lies. `segment` 0: caller-owned, `address` is the owner's; else an offset in that segment is

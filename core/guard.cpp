@@ -61,8 +61,8 @@ GuardTable::GuardTable(std::uint32_t slot_count) : slot_count_(slot_count) {
 
   std::uint64_t nonce[2];
   random_bytes(nonce, sizeof nonce);
-  const SealedMapping mapping = map_sealed("kvferry-control", sizeof(ControlPage) + std::size_t{slot_count} * 8);
-  fd_ = mapping.fd;
+  SealedMapping mapping = map_sealed("kvferry-control", sizeof(ControlPage) + std::size_t{slot_count} * 8);
+  fd_ = std::move(mapping.fd);
   bytes_ = mapping.bytes;
   page_ = reinterpret_cast<ControlPage*>(mapping.data);  // fresh pages: every slot and the epoch are 0
   page_->magic = ControlPage::magic_value;
@@ -74,7 +74,6 @@ GuardTable::GuardTable(std::uint32_t slot_count) : slot_count_(slot_count) {
 
 GuardTable::~GuardTable() {
   if (page_ != nullptr) munmap(page_, bytes_);
-  if (fd_ >= 0) close(fd_);
 }
 
 Guard GuardTable::open() {
@@ -94,8 +93,14 @@ Guard GuardTable::open() {
 // enter() and end() are a store and a load each, crosswise: enter() writes `inside` and reads the number, end() writes the
 // number and reads `inside`. With all four sequentially consistent, at least one of the two sees the other: either enter()
 // finds the number changed and turns back, or end() finds somebody inside and waits. Anything weaker lets both miss.
+// In a forked child no guard is alive, and nothing that the child ends (its destructors, say) reaches the page, which is
+// the parent's.
+bool GuardTable::known(const Guard& guard) const noexcept {
+  return guard.slot < slot_count_ && is_alive_number(guard.number) && generation_ == process_generation();
+}
+
 bool GuardTable::enter(const Guard& guard) noexcept {
-  if (guard.slot >= slot_count_ || !is_alive_number(guard.number)) return false;
+  if (!known(guard)) return false;
   std::atomic<std::uint32_t>& inside = private_[guard.slot].inside;
   inside.fetch_add(1, std::memory_order_seq_cst);
   if (page_->slots[guard.slot].load(std::memory_order_seq_cst) == guard.number) return true;
@@ -109,13 +114,12 @@ void GuardTable::leave(const Guard& guard) noexcept {
 }
 
 bool GuardTable::alive(const Guard& guard) const noexcept {
-  return guard.slot < slot_count_ && is_alive_number(guard.number) &&
-         page_->slots[guard.slot].load(std::memory_order_acquire) == guard.number;
+  return known(guard) && page_->slots[guard.slot].load(std::memory_order_acquire) == guard.number;
 }
 
 // The number goes from alive to ended exactly once. False: this guard was never given out by this table.
 bool GuardTable::change_number(const Guard& guard) noexcept {
-  if (guard.slot >= slot_count_ || !is_alive_number(guard.number)) return false;
+  if (!known(guard)) return false;
   std::uint64_t seen = guard.number;
   if (page_->slots[guard.slot].compare_exchange_strong(seen, guard.number + 1, std::memory_order_seq_cst)) {
     // For one-sided readers in other processes: what the caller writes into the memory after end() must not be visible
@@ -173,17 +177,6 @@ void GuardTable::bump_epoch() noexcept {
 std::uint32_t GuardTable::open_count() const noexcept {
   std::lock_guard lock(free_mutex_);
   return slot_count_ - static_cast<std::uint32_t>(free_.size());
-}
-
-// The parent's page stays the parent's: the child's copy of this object goes on with a private, empty page, in which no
-// guard is alive and nothing that the child ends (its destructors, say) reaches the parent or its peers.
-void GuardTable::close_descriptor_in_child() noexcept {
-  if (fd_ >= 0) close(fd_);
-  fd_ = -1;
-  if (page_ == nullptr) return;
-  if (mmap(page_, bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0) == MAP_FAILED) {
-    mprotect(page_, bytes_, PROT_READ);  // a crash in the child rather than a lie in the parent
-  }
 }
 
 // --- Entered ---------------------------------------------------------------------------------------------------------

@@ -15,6 +15,8 @@
 #include <mutex>
 #include <vector>
 
+#include "descriptor.hpp"
+
 namespace kvferry {
 
 struct Guard {
@@ -57,13 +59,13 @@ class GuardTable {
   std::uint64_t epoch() const noexcept;
   void bump_epoch() noexcept;
 
-  int page_descriptor() const noexcept { return fd_; }
+  int page_descriptor() const noexcept { return fd_.get(); }
   std::size_t page_bytes() const noexcept { return bytes_; }
   const ControlPage& page() const noexcept { return *page_; }
   std::uint32_t open_count() const noexcept;
-  void close_descriptor_in_child() noexcept;  // after fork
 
  private:
+  bool known(const Guard&) const noexcept;
   struct Private {  // what peers must not see
     std::atomic<std::uint32_t> inside{0};
     std::atomic<std::uint64_t> settled{0};  // highest ended number nobody is inside of any more
@@ -73,13 +75,14 @@ class GuardTable {
   bool claim(const Guard&) noexcept;
   void settle(const Guard&) noexcept;
 
-  int fd_ = -1;
+  Descriptor fd_;
   std::size_t bytes_ = 0;
   ControlPage* page_ = nullptr;
   std::unique_ptr<Private[]> private_;
   mutable std::mutex free_mutex_;
   std::vector<std::uint32_t> free_;
   std::uint32_t slot_count_ = 0;
+  const std::uint32_t generation_ = process_generation();
 };
 
 // Several guards entered together (cache, window, push): all or none.

@@ -89,12 +89,12 @@ std::vector<std::uint8_t> write_refused(const Outcome& outcome) {
 std::vector<std::uint8_t> write(const LaneHello& lane) {
   wire::Writer out(wire::Type::lane, 0);
   put(out, lane.link);
-  out.put(static_cast<std::uint8_t>(lane.reverse)).put(static_cast<std::uint8_t>(lane.small));
+  out.put(static_cast<std::uint8_t>(lane.reverse)).put(lane.use);
   return out.take();
 }
 
-std::vector<std::uint8_t> write(const Local& local, bool answer) {
-  wire::Writer out(answer ? wire::Type::local_answer : wire::Type::local, 0);
+std::vector<std::uint8_t> write(const Local& local, bool answer, bool with_page) {
+  wire::Writer out(answer ? wire::Type::local_answer : wire::Type::local, 0, with_page ? wire::flag_descriptor : 0);
   put(out, local.token);
   out.put(local.identity_address).put(local.identity_value).put(local.page_nonce[0]).put(local.page_nonce[1]);
   return out.take();
@@ -148,7 +148,8 @@ LaneHello read_lane(const Frame& frame) {
   LaneHello lane;
   get(in, lane.link);
   lane.reverse = in.get<std::uint8_t>() != 0;
-  lane.small = in.get<std::uint8_t>() != 0;
+  lane.use = in.get<LaneUse>();
+  if (lane.use > LaneUse::push) throw wire::WireError("a lane for an unknown use");
   return lane;
 }
 

@@ -47,7 +47,7 @@ struct Auth {
 struct LaneHello {
   Token link{};
   bool reverse = false;  // the side that was dialled is the client
-  bool small = false;
+  LaneUse use = LaneUse::bulk;
 };
 
 struct Local {  // both ways
@@ -62,7 +62,7 @@ std::vector<std::uint8_t> write(const Auth&);
 std::vector<std::uint8_t> write_welcome(const Token& link);
 std::vector<std::uint8_t> write_refused(const Outcome&);
 std::vector<std::uint8_t> write(const LaneHello&);
-std::vector<std::uint8_t> write(const Local&, bool answer);
+std::vector<std::uint8_t> write(const Local&, bool answer, bool with_page);
 
 // Throw wire::WireError for anything malformed; read_hello also for a foreign protocol.
 Hello read_hello(const Frame&);

@@ -52,6 +52,15 @@ std::string try_cma() {
 
 }  // namespace
 
+std::string host_report_brief() {
+  utsname name{};
+  ::uname(&name);
+  int major = 0, minor = 0;
+  std::sscanf(name.release, "%d.%d", &major, &minor);
+  const bool old = major < 5 || (major == 5 && minor < 14);
+  return old ? std::string("map and cma need Linux 5.14 or newer, this is ") + name.release : "";
+}
+
 HostReport host_report() {
   HostReport report;
   utsname name{};
@@ -62,9 +71,6 @@ HostReport host_report() {
   if (!scope.empty()) report.yama_scope = std::atoi(scope.c_str());
   const long cores = ::sysconf(_SC_NPROCESSORS_ONLN);
   report.cores = cores > 0 ? static_cast<unsigned>(cores) : 1;
-  int major = 0, minor = 0;
-  std::sscanf(name.release, "%d.%d", &major, &minor);
-  const bool old_kernel = major < 5 || (major == 5 && minor < 14);
   try {
     const Segment segment(1, 1 << 16);
     report.memfd_seals = true;
@@ -74,7 +80,7 @@ HostReport host_report() {
   }
   report.cma = try_cma();
   report.socket = "ok";
-  if (old_kernel) report.map = report.cma = "needs Linux 5.14 or newer, this is " + report.kernel;
+  if (auto why = host_report_brief(); !why.empty()) report.map = report.cma = std::move(why);
   return report;
 }
 

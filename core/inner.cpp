@@ -5,6 +5,7 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include "host.hpp"
 #include "sentence.hpp"
 
 #ifndef PR_SET_PTRACER
@@ -39,12 +40,17 @@ NodeInner::NodeInner(NodeOptions options)
     // One of the copy threads is the caller's own; asynchronous work needs at least one of ours.
     : engine(options, std::max(1u, wanted_threads(options) - 1), wanted_threads(options) - 1, [this](std::int64_t now) { return tick(now); }) {
   threads = std::max(1u, wanted_threads(options) - 1) + 1;
+  if (const auto host = host_report_brief(); !host.empty()) {
+    engine.options.transports &= static_cast<unsigned>(Transport::socket);
+    if (engine.options.transports == 0) throw Error(Kind::unsupported, host + ", and socket is not among this node's transports");
+    engine.log.add("warning", host + ": this node uses sockets alone");
+  }
   if (options.attach_any) ::prctl(PR_SET_PTRACER, -1UL, 0, 0, 0);
   engine.registry.window_opened = [this] { engine.reactor.wake(); };
 }
 
 std::shared_ptr<Link> NodeInner::new_link(PeerFacts facts, bool outgoing, const hello::Token& token,
-                                          std::function<std::unique_ptr<Lane>(bool)> dial) {
+                                          std::function<std::unique_ptr<Lane>(LaneUse)> dial) {
   std::uint64_t id;
   {
     const std::lock_guard lock(mutex_);
@@ -53,7 +59,7 @@ std::shared_ptr<Link> NodeInner::new_link(PeerFacts facts, bool outgoing, const 
   return std::make_shared<Link>(engine, id, std::move(facts), outgoing, token, std::move(dial));
 }
 
-void NodeInner::bring_up(const std::shared_ptr<Link>& link, Descriptor connection, bool replace_stale) {
+void NodeInner::bring_up(const std::shared_ptr<Link>& link, Descriptor connection, bool replace_stale, std::vector<std::uint8_t> first) {
   const auto control = std::make_shared<Control>(*this, link, std::move(connection));
   std::vector<std::shared_ptr<Link>> stale;
   {
@@ -67,7 +73,7 @@ void NodeInner::bring_up(const std::shared_ptr<Link>& link, Descriptor connectio
   }
   for (const auto& old : stale)
     take_down(old, {Kind::peer_lost, "node " + std::to_string(old->peer.node_id) + " has linked anew: this link is the old one", false, true});
-  control->start();
+  control->start(std::move(first));
   const auto [map, cma] = link->reasons();
   engine.log.add("info", "link to " + link->label() + " is up; map: " + (map.empty() ? "ok" : map) + "; cma: " + (cma.empty() ? "ok" : cma));
 }
@@ -106,7 +112,8 @@ std::shared_ptr<Link> NodeInner::link_by_token(const hello::Token& token) const 
 std::vector<std::shared_ptr<Link>> NodeInner::links() const {
   const std::lock_guard lock(mutex_);
   std::vector<std::shared_ptr<Link>> all;
-  for (const auto& [_, up] : links_) all.push_back(up.link);
+  for (const auto& [_, up] : links_)
+    if (up.link->alive()) all.push_back(up.link);
   return all;
 }
 
@@ -186,7 +193,10 @@ std::string NodeInner::default_refusal(const Endpoint& endpoint, bool local_done
 Control::Control(NodeInner& node, std::shared_ptr<Link> link, Descriptor descriptor)
     : node_(node), link_(std::move(link)), descriptor_(std::move(descriptor)), in_(wire::max_control_bytes) {}
 
-void Control::start() { token_ = node_.engine.reactor.watch(descriptor_.get(), EPOLLIN, shared_from_this()); }
+void Control::start(std::vector<std::uint8_t> first) {
+  if (!first.empty()) send(std::move(first));
+  token_ = node_.engine.reactor.watch(descriptor_.get(), EPOLLIN, shared_from_this());
+}
 
 void Control::close() noexcept {
   {
@@ -237,12 +247,14 @@ void Control::ready(std::uint32_t) {
         return;
       }
       if (frame.header.type == wire::Type::unlinked) {
-        const std::lock_guard lock(mutex_);
-        unlinked_ = true;
-        answered_.notify_all();
-      } else if (frame.header.type != wire::Type::heartbeat) {
-        throw wire::WireError("an unknown frame on the control connection");
+        {
+          const std::lock_guard lock(mutex_);
+          unlinked_ = true;
+        }
+        node_.take_down(link_, {Kind::not_linked, "this link was unlinked", false, true});
+        return;
       }
+      if (frame.header.type != wire::Type::heartbeat) throw wire::WireError("an unknown frame on the control connection");
     }
   } catch (const wire::WireError& error) {
     node_.take_down(link_, {Kind::peer_lost, link_->label() + " sent something that is not kvferry's protocol: " + error.what(), false, true});

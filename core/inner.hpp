@@ -33,9 +33,9 @@ class NodeInner : public std::enable_shared_from_this<NodeInner> {
   };
 
   std::shared_ptr<Link> new_link(PeerFacts facts, bool outgoing, const hello::Token& token,
-                                 std::function<std::unique_ptr<Lane>(bool)> dial);
+                                 std::function<std::unique_ptr<Lane>(LaneUse)> dial);
   // Makes it live: heartbeats, the watch on the peer's process, a line in the log. Replaces stale links from that node id.
-  void bring_up(const std::shared_ptr<Link>& link, Descriptor control, bool replace_stale);
+  void bring_up(const std::shared_ptr<Link>& link, Descriptor control, bool replace_stale, std::vector<std::uint8_t> first = {});
   void take_down(const std::shared_ptr<Link>& link, Outcome reason);  // from any thread; does not wait
   std::shared_ptr<Control> control_of(const Link& link) const;
   std::shared_ptr<Link> link_by_token(const hello::Token& token) const;
@@ -74,7 +74,7 @@ class NodeInner : public std::enable_shared_from_this<NodeInner> {
 class Control : public Watcher, public std::enable_shared_from_this<Control> {
  public:
   Control(NodeInner& node, std::shared_ptr<Link> link, Descriptor descriptor);
-  void start();
+  void start(std::vector<std::uint8_t> first);  // which goes out before any heartbeat
   void close() noexcept;
   void ready(std::uint32_t events) override;
   void heartbeat();

@@ -20,13 +20,18 @@ namespace kvferry {
 
 // ---- LanePool
 
+bool LanePool::fits(const Lane& lane, LaneUse use) const noexcept {
+  if (lane.use == LaneUse::push || use == LaneUse::push) return lane.use == use;
+  // A big operation takes a small lane only where there is no other.
+  return use == LaneUse::small || lane.use != LaneUse::small || for_pulls() == 1;
+}
+
 void LanePool::add(std::unique_ptr<Lane> lane) {
   std::vector<std::shared_ptr<Operation>> to_schedule;
   {
     const std::lock_guard lock(mutex_);
     if (closed_) return;
-    open_.insert(lane->descriptor.get());
-    if (lane->small) small_open_ = true;
+    note_open(*lane);
     hand_out(std::move(lane), to_schedule);
   }
   for (auto& operation : to_schedule) operation->schedule();
@@ -35,7 +40,7 @@ void LanePool::add(std::unique_ptr<Lane> lane) {
 // Precondition: locked. To the first waiter it fits, else idle.
 void LanePool::hand_out(std::unique_ptr<Lane> lane, std::vector<std::shared_ptr<Operation>>& to_schedule) {
   for (auto it = waiters_.begin(); it != waiters_.end(); ++it) {
-    if (!fits(*lane, it->small)) continue;
+    if (!fits(*lane, it->use)) continue;
     it->operation->granted_ = std::move(lane);
     to_schedule.push_back(std::move(it->operation));
     waiters_.erase(it);
@@ -44,16 +49,16 @@ void LanePool::hand_out(std::unique_ptr<Lane> lane, std::vector<std::shared_ptr<
   idle_.push_back(std::move(lane));
 }
 
-std::unique_ptr<Lane> LanePool::take(bool small, Operation& operation) {
+std::unique_ptr<Lane> LanePool::take(LaneUse use, Operation& operation) {
   std::unique_lock lock(mutex_);
   if (operation.granted_) return std::move(operation.granted_);
   if (closed_) return nullptr;  // the operation sees that the link is down
-  if (open_.size() < lanes_) open_missing(lock);
+  open_missing(lock, use);
   auto best = idle_.end();
   for (auto it = idle_.begin(); it != idle_.end(); ++it) {
-    if (!fits(**it, small)) continue;
+    if (!fits(**it, use)) continue;
     best = it;
-    if ((*it)->small == small) break;
+    if ((*it)->use == use) break;
   }
   if (best != idle_.end()) {
     auto lane = std::move(*best);
@@ -62,18 +67,24 @@ std::unique_ptr<Lane> LanePool::take(bool small, Operation& operation) {
   }
   for (const auto& waiter : waiters_)
     if (waiter.operation.get() == &operation) return nullptr;
-  waiters_.push_back({operation.shared_from_this(), small});
+  waiters_.push_back({operation.shared_from_this(), use});
   return nullptr;
 }
 
-void LanePool::open_missing(std::unique_lock<std::mutex>&) {
-  while (dial_ && open_.size() < lanes_) {
-    auto lane = dial_(!small_open_);
+// Precondition: locked. Those that this kind of operation may use.
+void LanePool::open_missing(std::unique_lock<std::mutex>&, LaneUse use) {
+  while (dial_ && (use == LaneUse::push ? !push_open_ : for_pulls() < lanes_)) {
+    auto lane = dial_(use == LaneUse::push ? use : small_open_ ? LaneUse::bulk : LaneUse::small);
     if (!lane) return;  // the next operation tries again
-    open_.insert(lane->descriptor.get());
-    small_open_ |= lane->small;
+    note_open(*lane);
     idle_.push_back(std::move(lane));
   }
+}
+
+void LanePool::note_open(const Lane& lane) {
+  open_.insert(lane.descriptor.get());
+  small_open_ |= lane.use == LaneUse::small;
+  push_open_ |= lane.use == LaneUse::push;
 }
 
 void LanePool::give(std::unique_ptr<Lane> lane) {
@@ -94,11 +105,13 @@ void LanePool::lost(std::unique_ptr<Lane> lane) {
   std::vector<std::shared_ptr<Operation>> to_schedule;
   {
     std::unique_lock lock(mutex_);
+    const auto use = lane->use;
     open_.erase(lane->descriptor.get());
-    if (lane->small) small_open_ = false;
+    if (use == LaneUse::small) small_open_ = false;
+    if (use == LaneUse::push) push_open_ = false;
     lane.reset();
     if (closed_) return;
-    open_missing(lock);
+    open_missing(lock, use);
     auto idle = std::move(idle_);
     idle_.clear();
     for (auto& one : idle) hand_out(std::move(one), to_schedule);
@@ -159,8 +172,15 @@ bool PeerSegment::chunk_present(std::uint64_t chunk) {
   const auto end = std::min<std::uint64_t>(bytes_, begin + (std::uint64_t{1} << chunk_shift));
   const off_t hole = ::lseek(fd_.get(), static_cast<off_t>(begin), SEEK_HOLE);
   if (hole < 0 || static_cast<std::uint64_t>(hole) < end) return false;
-  known.store(1, std::memory_order_relaxed);  // pages of a live segment never go away again
+  note_present(begin, static_cast<std::uint64_t>(hole));
   return true;
+}
+
+// Pages of a live segment never go away again. The kernel walks the whole way to the next hole, so all of it is noted.
+void PeerSegment::note_present(std::uint64_t begin, std::uint64_t end) {
+  const auto behind = end >= bytes_ ? ((bytes_ - 1) >> chunk_shift) + 1 : end >> chunk_shift;  // first chunk not whole
+  for (auto chunk = (begin + (std::uint64_t{1} << chunk_shift) - 1) >> chunk_shift; chunk < behind; ++chunk)
+    present_[chunk].store(1, std::memory_order_relaxed);
 }
 
 bool PeerSegment::present(std::uint64_t offset, std::uint64_t bytes) {
@@ -190,17 +210,21 @@ bool PeerSegment::copy(void* to, std::uint64_t offset, std::uint64_t bytes, bool
   return true;
 }
 
-bool PeerSegment::populate_some(std::uint64_t& from) {
+bool PeerSegment::populate_some(Populated& progress) {
   constexpr std::uint64_t stretch = 8 << 20;
-  if (from >= bytes_) return false;
-  const off_t data = ::lseek(fd_.get(), static_cast<off_t>(from), SEEK_DATA);
-  if (data < 0) return false;  // holes up to the end
-  const off_t hole = ::lseek(fd_.get(), data, SEEK_HOLE);
-  if (hole < 0) return false;
-  const auto begin = static_cast<std::uint64_t>(data);
-  const auto end = std::min({static_cast<std::uint64_t>(hole), begin + stretch, static_cast<std::uint64_t>(bytes_)});
-  ::madvise(const_cast<std::byte*>(data_) + begin, end - begin, MADV_POPULATE_READ);  // best effort: a fault does it too
-  from = end;
+  if (progress.from >= progress.hole) {
+    if (progress.from >= bytes_) return false;
+    const off_t data = ::lseek(fd_.get(), static_cast<off_t>(progress.from), SEEK_DATA);
+    if (data < 0) return false;  // holes up to the end
+    const off_t hole = ::lseek(fd_.get(), data, SEEK_HOLE);
+    if (hole < 0) return false;
+    progress = {static_cast<std::uint64_t>(data), std::min(static_cast<std::uint64_t>(hole), std::uint64_t{bytes_})};
+    note_present(progress.from, progress.hole);
+  }
+  const auto end = std::min(progress.hole, progress.from + stretch);
+  // Best effort: a fault does it too.
+  ::madvise(const_cast<std::byte*>(data_) + progress.from, end - progress.from, MADV_POPULATE_READ);
+  progress.from = end;
   return end < bytes_;
 }
 
@@ -214,7 +238,7 @@ std::size_t TargetHash::operator()(const Target& target) const noexcept {
 }
 
 Link::Link(Engine& engine, std::uint64_t link_id, PeerFacts facts, bool is_outgoing, std::array<std::uint8_t, 16> link_token,
-           std::function<std::unique_ptr<Lane>(bool)> dial)
+           std::function<std::unique_ptr<Lane>(LaneUse)> dial)
     : id(link_id),
       peer(std::move(facts)),
       outgoing(is_outgoing),
@@ -286,10 +310,10 @@ std::shared_ptr<PeerSegment> Link::add_segment(std::uint32_t segment_id, Descrip
   struct Populate {
     Engine& engine;
     std::weak_ptr<PeerSegment> segment;
-    std::uint64_t from = 0;
+    PeerSegment::Populated progress{};
     void operator()() {
       const auto alive = segment.lock();
-      if (alive && alive->populate_some(from)) engine.crew.submit_background(*this);
+      if (alive && alive->populate_some(progress)) engine.crew.submit_background(*this);
     }
   };
   engine_.crew.submit_background(Populate{engine_, made});

@@ -21,20 +21,24 @@
 
 namespace kvferry {
 
+// What a lane is for. A push holds its lane until the receiver has pulled, for which that needs a lane in the other
+// direction: if pushes took the lanes of pulls, two nodes that push to each other would wait for each other.
+enum class LaneUse : std::uint8_t { bulk = 0, small = 1, push = 2 };
+
 // One connection on which this side is the client: it asks, the peer answers, one operation at a time.
 struct Lane {
   Descriptor descriptor;
-  bool small = false;                  // for small operations
+  LaneUse use = LaneUse::bulk;
   std::vector<std::uint8_t> preface;   // of a lane just dialled: goes first
 };
 
 class LanePool {
  public:
   // `dial` opens a new lane, or returns nullptr (the side that did not connect: it waits for the peer to open one).
-  LanePool(unsigned lanes, std::function<std::unique_ptr<Lane>(bool small)> dial) : lanes_(lanes), dial_(std::move(dial)) {}
+  LanePool(unsigned lanes, std::function<std::unique_ptr<Lane>(LaneUse)> dial) : lanes_(lanes), dial_(std::move(dial)) {}
 
   void add(std::unique_ptr<Lane> lane);
-  std::unique_ptr<Lane> take(bool small, Operation& operation);  // nullptr: it was put in the queue, schedule() follows
+  std::unique_ptr<Lane> take(LaneUse use, Operation& operation);  // nullptr: it was put in the queue, schedule() follows
   void give(std::unique_ptr<Lane> lane);
   void lost(std::unique_ptr<Lane> lane);  // broken: closed, and opened anew
   void leave(Operation& operation);       // out of the queue; a lane granted meanwhile goes on to the next
@@ -45,18 +49,20 @@ class LanePool {
  private:
   struct Waiter {
     std::shared_ptr<Operation> operation;
-    bool small;
+    LaneUse use;
   };
-  bool fits(const Lane& lane, bool small) const noexcept { return lanes_ == 1 || small || !lane.small; }
+  unsigned for_pulls() const noexcept { return static_cast<unsigned>(open_.size()) - (push_open_ ? 1 : 0); }
+  bool fits(const Lane& lane, LaneUse use) const noexcept;
+  void note_open(const Lane& lane);
   void hand_out(std::unique_ptr<Lane> lane, std::vector<std::shared_ptr<Operation>>& to_schedule);
-  void open_missing(std::unique_lock<std::mutex>& lock);
+  void open_missing(std::unique_lock<std::mutex>& lock, LaneUse use);
 
   mutable std::mutex mutex_;
-  const unsigned lanes_;
-  std::function<std::unique_ptr<Lane>(bool)> dial_;
+  const unsigned lanes_;  // for pulls; one more for pushes
+  std::function<std::unique_ptr<Lane>(LaneUse)> dial_;
   std::vector<std::unique_ptr<Lane>> idle_;
   std::unordered_set<int> open_;  // descriptors of all lanes, idle or in use
-  bool small_open_ = false;
+  bool small_open_ = false, push_open_ = false;
   std::deque<Waiter> waiters_;
   bool closed_ = false;
   std::atomic<std::uint64_t> resets_{0};
@@ -75,11 +81,15 @@ class PeerSegment {
   bool present(std::uint64_t offset, std::uint64_t bytes);  // and notes it
   bool copy(void* to, std::uint64_t offset, std::uint64_t bytes, bool stream);  // false: outside the segment
   bool read_into(void* to, std::uint64_t offset, std::uint64_t bytes);          // by pread
-  bool populate_some(std::uint64_t& from);  // maps the present pages of one stretch; false: at the end
+  struct Populated {
+    std::uint64_t from = 0, hole = 0;  // [from, hole) is present and not mapped yet
+  };
+  bool populate_some(Populated& progress);  // maps the present pages of one stretch; false: at the end
 
  private:
   static constexpr unsigned chunk_shift = 18;  // 256 KiB: what is asked about at a time
   bool chunk_present(std::uint64_t chunk);
+  void note_present(std::uint64_t begin, std::uint64_t end);
   Descriptor fd_;
   const std::byte* data_ = nullptr;
   std::size_t bytes_ = 0;
@@ -122,7 +132,7 @@ class ServerLane;
 class Link : public std::enable_shared_from_this<Link> {
  public:
   Link(Engine& engine, std::uint64_t id, PeerFacts facts, bool outgoing, std::array<std::uint8_t, 16> token,
-       std::function<std::unique_ptr<Lane>(bool small)> dial);
+       std::function<std::unique_ptr<Lane>(LaneUse)> dial);
 
   const std::uint64_t id;
   PeerFacts peer;

@@ -11,12 +11,14 @@
 #include <string>
 #include <vector>
 
+#include "descriptor.hpp"
+
 namespace kvferry {
 
 // A new memfd of `bytes` (rounded up to whole pages of the machine) zeros, mapped for writing here and sealed for everybody
 // else. Throws Error(out_of_memory). The caller owns descriptor and mapping.
 struct SealedMapping {
-  int fd = -1;
+  Descriptor fd;
   std::byte* data = nullptr;
   std::size_t bytes = 0;
 };
@@ -31,14 +33,13 @@ class Segment {
   Segment& operator=(const Segment&) = delete;
 
   std::uint32_t id() const noexcept { return id_; }
-  int descriptor() const noexcept { return fd_; }
+  int descriptor() const noexcept { return fd_.get(); }
   std::byte* data() const noexcept { return data_; }
   std::size_t bytes() const noexcept { return bytes_; }
-  void close_descriptor_in_child() noexcept;
 
  private:
   std::uint32_t id_;
-  int fd_ = -1;
+  Descriptor fd_;
   std::byte* data_ = nullptr;
   std::size_t bytes_ = 0;
 };

@@ -103,6 +103,7 @@ std::optional<std::pair<std::string, std::string>> Node::next_event(std::int64_t
 namespace {
 
 void check_names(const Target& target, bool pushing) {
+  if (target.name.size() > longest_name) throw Error(Kind::invalid_argument, sentence("a name of ", target.name.size(), " bytes: ", longest_name, " are allowed"));
   if (target.by == Target::By::addresses && !pushing) throw Error(Kind::invalid_argument, "a pull cannot name raw addresses: name the cache, its id, or a key");
 }
 

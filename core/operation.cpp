@@ -12,6 +12,10 @@
 
 namespace kvferry {
 
+namespace {
+constexpr std::int64_t slow_ns = 1'000'000'000;  // worth a line in the log
+}
+
 Notifier::Notifier() : event_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
   if (!event_) throw Error(Kind::busy, "out of descriptors: no eventfd can be had");
 }
@@ -82,39 +86,57 @@ Operation::Operation(Engine& engine, std::shared_ptr<Link> link, Deadline deadli
       number_(engine.last_operation.fetch_add(1, std::memory_order_relaxed) + 1),
       started_ns_(now_ns()) {}
 
+// One that has not ended is given up: nobody can reach it any more, and nobody is driving it. Of one that has ended
+// nothing is left anywhere, and its node may be gone.
 Operation::~Operation() {
-  if (lane_) link_->lanes.lost(std::move(lane_));
+  if (finished_.load()) return;
+  if (process_generation() != generation_) {  // a forked child: let all be
+    [[maybe_unused]] auto* leaked = lane_.release();
+    return;
+  }
+  break_lane();
+  if (timer_.at_ns != 0) engine_.timers.remove(timer_);
+  if (link_) link_->end(*this);
 }
 
-Result Operation::run_here() {
+Result Operation::run_here(const std::function<bool()>& interrupted) {
   link_->begin(shared_from_this());
   for (;;) {
     Need need = guarded_step();
     if (need == Need::readable) link_->spin.until([&] { return (need = guarded_step()) != Need::readable; });
     if (need == Need::done) return result_;
+    constexpr std::int64_t stretch_ms = 200;  // between two questions whether its caller wants to be gone
+    const auto wait_ms = std::min(deadline_.left_ms(), stretch_ms);
+    if (interrupted && interrupted()) cancelled_.store(true);
     if (need == Need::lane || need == Need::nothing_yet) {
       std::unique_lock lock(mutex_);
       // A granted lane, the link's death and a cancel all come through schedule().
-      changed_.wait_for(lock, std::chrono::milliseconds(std::min<std::int64_t>(deadline_.left_ms(), 1000)),
+      changed_.wait_for(lock, std::chrono::milliseconds(wait_ms),
                         [this] { return again_; });
       again_ = false;
       continue;
     }
     pollfd p{lane_->descriptor.get(), static_cast<short>(need == Need::readable ? POLLIN : POLLOUT), 0};
-    ::poll(&p, 1, static_cast<int>(std::min<std::int64_t>(deadline_.left_ms(), 1000)));
+    ::poll(&p, 1, static_cast<int>(wait_ms));
   }
 }
 
 void Operation::start() {
-  link_->begin(shared_from_this());
-  asynchronous_ = true;
+  become_asynchronous();
   schedule();
 }
 
 void Operation::start_here() {
-  link_->begin(shared_from_this());
-  asynchronous_ = true;
+  become_asynchronous();
   take_turn(false);
+}
+
+// Whoever takes the link down may schedule it as soon as the link knows it.
+void Operation::become_asynchronous() {
+  link_->begin(shared_from_this());
+  const std::lock_guard lock(mutex_);
+  asynchronous_ = true;
+  if (goes_on_alone()) self_ = shared_from_this();
 }
 
 void Operation::schedule() {
@@ -128,6 +150,7 @@ void Operation::schedule() {
   if (queued_) return;
   if (running_) {
     again_ = true;
+    engine_.crew.disturb();  // its driver may be waiting for the socket
     return;
   }
   queued_ = true;
@@ -138,6 +161,10 @@ void Operation::take_turn(bool may_adopt) {
   {
     const std::lock_guard lock(mutex_);
     queued_ = false;
+    if (running_) {  // scheduled between start_here()'s first lines: one driver at a time
+      again_ = true;
+      return;
+    }
     running_ = true;
   }
   for (;;) {
@@ -207,10 +234,14 @@ Need Operation::guarded_step() {
 
 void Operation::finish(Outcome outcome, std::uint64_t bytes, Transport transport) {
   if (finished_.load()) return;
+  const auto self = std::move(self_);  // released last
   if (lane_) break_lane();  // a step that ended well has given it back already
   if (link_) link_->lanes.leave(*this);
   if (timer_.at_ns != 0) engine_.timers.remove(timer_);
   result_ = {std::move(outcome), bytes, now_ns() - started_ns_, transport};
+  if (result_.nanoseconds > slow_ns && result_.outcome.ok() && link_)
+    engine_.log.add("info", std::string("a slow ") + verb_ + ": " + std::to_string(result_.nanoseconds / 1'000'000) + " ms for " +
+                                std::to_string(bytes) + " bytes of " + subject() + " by " + std::string(transport_name(transport)) + ", link to " + link_->label());
   ended();
   decltype(notifiers_) notifiers;
   {
@@ -243,9 +274,9 @@ bool Operation::notify(std::shared_ptr<Notifier> notifier, std::uint64_t token) 
   return true;
 }
 
-bool Operation::take_lane(bool small) {
+bool Operation::take_lane(LaneUse use) {
   if (lane_) return true;
-  lane_ = link_->lanes.take(small, *this);
+  lane_ = link_->lanes.take(use, *this);
   return lane_ != nullptr;
 }
 

@@ -11,6 +11,7 @@
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -28,6 +29,7 @@ struct Engine;
 class Link;
 class Operation;
 struct Lane;
+enum class LaneUse : std::uint8_t;
 
 // Where asyncio (or any poll loop) hears of ends: an eventfd and the tokens of what has ended.
 class Notifier {
@@ -80,7 +82,8 @@ class Operation : public std::enable_shared_from_this<Operation> {
   Operation(const Operation&) = delete;
   Operation& operator=(const Operation&) = delete;
 
-  Result run_here();  // on the caller's thread, to the end
+  // On the caller's thread, to the end. `interrupted` is asked while it waits; true cancels it.
+  Result run_here(const std::function<bool()>& interrupted = {});
   void start();       // asynchronously, on the crew
   void start_here();  // asynchronously, the first turn on this thread (which may not wait)
   void schedule();    // something it may wait for has come: step again soon (from any thread)
@@ -102,12 +105,13 @@ class Operation : public std::enable_shared_from_this<Operation> {
   // Called by one thread at a time. Throws Error to end with it.
   virtual Need step() = 0;
   virtual void ended() noexcept {}  // once, after the result stands and before anybody hears of it
+  virtual bool goes_on_alone() const noexcept { return true; }  // asynchronous, when nobody holds it any more
   virtual void put_aside(Need need);  // until its descriptor is readable or writable: then schedule()
   virtual int descriptor() const noexcept;
   void finish(Outcome outcome, std::uint64_t bytes, Transport transport);
 
   // The lane in use, if any; what step() waits for by readable/writable.
-  bool take_lane(bool small);  // false: return Need::lane
+  bool take_lane(LaneUse use);  // false: return Need::lane
   void give_lane() noexcept;   // whole, for the next one
   void break_lane() noexcept;  // something is left in it: close it
   // Why it must stop now, if it must: cancelled, link lost, deadline. ok: go on.
@@ -127,6 +131,7 @@ class Operation : public std::enable_shared_from_this<Operation> {
   friend class Crew;
   class Parked;
 
+  void become_asynchronous();
   Need guarded_step();
   void step_on_crew() { take_turn(true); }
   void take_turn(bool may_adopt);
@@ -136,7 +141,9 @@ class Operation : public std::enable_shared_from_this<Operation> {
   const char* verb_;
   std::uint64_t number_;
   std::int64_t started_ns_;
+  const std::uint32_t generation_ = process_generation();
   bool asynchronous_ = false;
+  std::shared_ptr<Operation> self_;  // of an asynchronous one, until it has ended
   std::mutex mutex_;
   std::condition_variable changed_;
   bool queued_ = false, running_ = false, again_ = false;  // asynchronous; again_ also wakes a waiting caller

@@ -16,6 +16,7 @@ constexpr unsigned map_bit = static_cast<unsigned>(Transport::map);
 constexpr unsigned cma_bit = static_cast<unsigned>(Transport::cma);
 constexpr unsigned socket_bit = static_cast<unsigned>(Transport::socket);
 constexpr std::uint32_t spans_per_piece = 1000;        // with two identity words still below IOV_MAX
+constexpr std::uint64_t small_reply_bytes = 16 << 10;  // taken in one piece and copied on: cheaper than three system calls
 constexpr std::size_t spans_per_receive = 256;
 constexpr std::uint64_t bytes_per_receive = 512 << 10;
 
@@ -89,7 +90,7 @@ Need Pull::step() {
           phase_ = Phase::plan;
         } else if (ask_.resolve_only || ask_.describe_only || one_sided() != 0 ||
                    ask_.moves->form == Moves::Form::row_to_blocks) {
-          if (!take_lane(true)) return Need::lane;
+          if (!take_lane(LaneUse::small)) return Need::lane;
           wire::Writer request(wire::Type::resolve, number());
           wire::put_target(request, ask_.target);
           request.put(static_cast<std::uint8_t>(ask_.describe_only));
@@ -105,7 +106,7 @@ Need Pull::step() {
       case Phase::send:
         if (!flush(need)) return need;
         phase_ = after_send_;
-        break;
+        return Need::readable;  // the answer is not there yet
       case Phase::await_geometry:
         if (!await_answer(frame, need)) return need;
         resolved(frame);
@@ -162,7 +163,7 @@ Need Pull::step() {
         break;
       case Phase::await_consumed: {
         if (!lane_) {
-          if (!take_lane(true)) return Need::lane;
+          if (!take_lane(LaneUse::small)) return Need::lane;
           wire::Writer request(wire::Type::consume, number());
           const auto row = ask_.moves->source_row >= 0 ? ask_.moves->source_row : -1;
           wire::put_target(request, ask_.target);
@@ -281,7 +282,10 @@ void Pull::make_plan_now() {
 }
 
 void Pull::choose_transport() {
-  const auto usable = link_->transports(ask_.transports);
+  auto usable = link_->transports(ask_.transports);
+  // A fault in a file's mapping may take as long as its disk wants, with the copy in the kernel's hands.
+  for (const auto& cache : ask_.destination.caches)
+    if (cache->file_backed.load()) usable &= socket_bit;
   transport_ = Transport::socket;
   if (source_->geometry.kind == "host") {
     if ((usable & map_bit) != 0 && source_->geometry.mappable()) {
@@ -503,31 +507,33 @@ void Pull::after_copy() {
 
 void Pull::ask_for_stream() {
   small_ = plan_->total() <= one_sided_inline_bytes;
-  if (lane_ && lane_->small && !small_) give_lane();
-  if (!take_lane(small_)) return;
+  if (lane_ && lane_->use == LaneUse::small && !small_) give_lane();
+  if (!take_lane(small_ ? LaneUse::small : LaneUse::bulk)) return;
   if (!have_select_) select_ = select_of(*plan_, *ask_.moves, source_->geometry);
   transport_ = Transport::socket;
   cursor_.emplace(*plan_);
   in_.reset();
+  if (plan_->total() <= small_reply_bytes) reply_.resize(plan_->total() + 1024);
   wire::Writer request(wire::Type::pull, number());
   request.put(static_cast<std::uint32_t>(std::min<std::int64_t>(deadline_.left_ms(), UINT32_MAX)));
   wire::put_guards(request, ask_.source && !ask_.mover_owns_destination ? ask_.source->guards : std::vector<Guard>{});
   wire::put_target(request, ask_.target);
   wire::put_select(request, select_);
+  if (request.body_bytes() > wire::max_request_bytes)
+    throw Error(Kind::invalid_argument, sentence("the ", select_.units.size(), " runs of blocks of one pull are too many for a request over a socket: pull them in several calls"));
   begin_request(std::move(request), Phase::stream);
 }
 
 Need Pull::stream() {
   Need need = Need::done;
-  const int fd = lane_->descriptor.get();
   for (;;) {
     if (must_stop()) throw Error(stop_reason());
     if (piece_left_ > 0) {
-      if (!receive_payload(need)) return need;
+      if (!(reply_.empty() ? receive_payload(need) : take_payload(need))) return need;
       continue;
     }
     if (header_have_ < sizeof header_) {
-      const long n = receive_some(fd, {reinterpret_cast<std::uint8_t*>(&header_) + header_have_, sizeof header_ - header_have_});
+      const long n = receive({reinterpret_cast<std::uint8_t*>(&header_) + header_have_, sizeof header_ - header_have_});
       if (n < 0) throw Error({Kind::peer_lost, link_->label() + " closed the lane of this " + verb(), touched_, true});
       if (n == 0) return Need::readable;
       header_have_ += static_cast<std::size_t>(n);
@@ -547,7 +553,7 @@ Need Pull::stream() {
       throw wire::WireError("neither a piece nor an end");
     if (tail_.empty()) tail_.resize(header_.body_bytes);
     while (tail_have_ < tail_.size()) {
-      const long n = receive_some(fd, std::span(tail_).subspan(tail_have_));
+      const long n = receive(std::span(tail_).subspan(tail_have_));
       if (n < 0) throw Error({Kind::peer_lost, link_->label() + " closed the lane of this " + verb(), touched_, true});
       if (n == 0) return Need::readable;
       tail_have_ += static_cast<std::size_t>(n);
@@ -565,6 +571,49 @@ Need Pull::stream() {
     finish({}, plan_->total(), Transport::socket);
     return Need::done;
   }
+}
+
+// Bytes of the conversation: from what has been read of a small reply, or from the socket. As receive_some().
+long Pull::receive(std::span<std::uint8_t> into) {
+  if (reply_.empty()) return receive_some(lane_->descriptor.get(), into);
+  if (reply_taken_ == reply_have_) {
+    reply_taken_ = reply_have_ = 0;
+    const long n = receive_some(lane_->descriptor.get(), reply_);
+    if (n <= 0) return n;
+    reply_have_ = static_cast<std::size_t>(n);
+  }
+  const auto n = std::min(into.size(), reply_have_ - reply_taken_);
+  std::memcpy(into.data(), reply_.data() + reply_taken_, n);
+  reply_taken_ += n;
+  return static_cast<long>(n);
+}
+
+// Payload of a small reply, on to the destination's spans.
+bool Pull::take_payload(Need& need) {
+  if (reply_taken_ == reply_have_) {
+    reply_taken_ = reply_have_ = 0;
+    const long n = receive_some(lane_->descriptor.get(), reply_);
+    if (n == 0) return need = Need::readable, false;
+    if (n < 0) throw Error({Kind::peer_lost, link_->label() + " closed the lane of this " + verb(), touched_, true});
+    reply_have_ = static_cast<std::size_t>(n);
+  }
+  const auto& to = ask_.destination.geometry().tensors;
+  Copier* copier = copier_of(ask_.destination.kind);
+  const Entered entered(engine_.guards, ask_.destination.guards);
+  if (!entered)
+    throw Error({Kind::not_found, subject() + " was unregistered, or its window closed, while a transfer was writing to it", touched_, true});
+  touched_ = true;
+  while (piece_left_ > 0 && reply_taken_ < reply_have_) {
+    const auto span = cursor_->next(std::min<std::uint64_t>(piece_left_, reply_have_ - reply_taken_));
+    const auto address = to[plan_->destination_first + span.tensor].address + span.destination;
+    if (copier == nullptr)
+      std::memcpy(reinterpret_cast<void*>(address), reply_.data() + reply_taken_, span.bytes);
+    else if (!copier->write(address, reply_.data() + reply_taken_, span.bytes))
+      throw Error({Kind::invalid_argument, subject() + " is not memory of its kind", true, true});
+    reply_taken_ += span.bytes;
+    piece_left_ -= span.bytes;
+  }
+  return true;
 }
 
 // Straight into the destination's spans, and the next header with the last of them.

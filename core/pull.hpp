@@ -69,6 +69,8 @@ class Pull : public Operation {
   bool source_stands() const noexcept;
   void ask_for_stream();
   Need stream();
+  long receive(std::span<std::uint8_t> into);
+  bool take_payload(Need& need);
   bool receive_payload(Need& need);
   void after_copy();
   Outcome gone() const;
@@ -96,6 +98,8 @@ class Pull : public Operation {
   std::size_t tail_have_ = 0;
   std::optional<PlanCursor> cursor_;
   std::vector<std::uint8_t> staging_;
+  std::vector<std::uint8_t> reply_;  // of a small stream, read in one piece; empty for others
+  std::size_t reply_have_ = 0, reply_taken_ = 0;
 
   // the one-sided copy, shared with helpers
   std::mutex pieces_mutex_;

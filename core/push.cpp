@@ -16,9 +16,12 @@ constexpr std::int64_t far_ns = INT64_MAX / 2;
 }  // namespace
 
 Push::Push(Engine& engine, std::shared_ptr<Link> link, Deadline deadline, PushAsk ask)
-    : Operation(engine, std::move(link), deadline, "push"), ask_(std::move(ask)), guard_(engine.guards.open()) {}
+    : Operation(engine, std::move(link), deadline, "push"), ask_(std::move(ask)) {}
 
-Push::~Push() { engine_.guards.end(guard_); }
+Push::~Push() {
+  if (guard_.number == 0 || done()) return;  // nothing to end, and the node may be gone
+  if (process_generation() == engine_.generation) engine_.guards.end(guard_);  // the slots are shared with a forked child
+}
 
 Need Push::step() {
   const Need need = converse(ask_.target, ask_.moves->source_tensors, ask_.moves->destination_tensors);
@@ -32,12 +35,9 @@ Need Push::converse(const Target& target, const TensorRange& source, const Tenso
     if (out_.empty()) {
       engine_.check_readable(*ask_.source);
       if (!engine_.guards.alive(ask_.source->guard)) throw Error(Kind::not_found, subject() + " does not exist any more");
+      if (guard_.number == 0) guard_ = engine_.guards.open();
     }
-    const auto units = ask_.moves->form == Moves::Form::blocks ? ask_.moves->units : std::uint64_t{1};
-    const auto tensors = source.count >= 0 ? static_cast<std::uint64_t>(source.count) : ask_.source->geometry.tensors.size();
-    const bool whole = ask_.moves->form == Moves::Form::whole;
-    const bool small = !whole && units * ask_.source->geometry.unit_bytes * tensors <= one_sided_inline_bytes;
-    if (!take_lane(small)) return Need::lane;
+    if (!take_lane(LaneUse::push)) return Need::lane;
     wire::Writer request(wire::Type::push, number());
     request.put(static_cast<std::uint32_t>(std::max<std::int64_t>(told_ms(deadline_), 1)));
     request.put(static_cast<std::uint8_t>(ask_.transports & engine_.options.transports));
@@ -46,6 +46,8 @@ Need Push::converse(const Target& target, const TensorRange& source, const Tenso
     wire::put_guards(request, {ask_.source->guard, guard_});
     wire::put_geometry(request, ask_.source->geometry);
     wire::put_moves(request, *ask_.moves, source, destination);
+    request.put(static_cast<std::uint32_t>(check_too_.size())).raw(check_too_.data(), check_too_.size() * sizeof(std::uint64_t));
+    check_too_.clear();
     if (request.body_bytes() > wire::max_request_bytes)
       throw Error(Kind::invalid_argument, "the block lists of one push are too long; push them in several calls");
     out_ = request.take();
@@ -87,7 +89,7 @@ void Push::announce_segments() {
   if (!link_->peer.page || !ask_.source->geometry.mappable()) return;
   for (const auto& place : ask_.source->places) {
     if (!link_->announce(place.segment->id())) continue;
-    wire::Writer frame(wire::Type::segment_made, number());
+    wire::Writer frame(wire::Type::segment_made, number(), wire::flag_descriptor);
     frame.put(place.segment->id());
     const int fd = place.segment->descriptor();
     const auto bytes = frame.take();
@@ -136,6 +138,7 @@ LayerPush::LayerPush(Engine& engine, std::shared_ptr<Link> link, PushAsk ask, st
                                                    tensors_per_layer_, " a layer"));
   if (ask_.target.by == Target::By::addresses && ask_.target.addresses.size() != layers_.size() * tensors_per_layer_)
     throw Error(Kind::invalid_argument, sentence(ask_.target.addresses.size(), " addresses for ", layers_.size(), " layers of ", tensors_per_layer_, " tensors"));
+  if (ask_.target.by == Target::By::addresses) check_too_ = ask_.target.addresses;
 }
 
 void LayerPush::layer_ready(std::uint32_t layer) {

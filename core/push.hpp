@@ -33,7 +33,8 @@ class Push : public Operation {
   [[noreturn]] void give_up(Outcome why);  // the receiver may still be writing, unless it is known to be dead
 
   PushAsk ask_;
-  Guard guard_;
+  Guard guard_;  // from the first request on
+  std::vector<std::uint64_t> check_too_;  // addresses that later requests will name: checked with the first
   std::uint64_t bytes_ = 0;
   Transport transport_ = Transport::none;
   std::vector<std::uint8_t> out_;
@@ -51,6 +52,7 @@ class LayerPush : public Push {
 
  protected:
   Need step() override;
+  bool goes_on_alone() const noexcept override { return false; }  // nobody could declare its layers ready
 
  private:
   std::vector<std::uint32_t> layers_, destination_layers_;

@@ -148,6 +148,8 @@ std::shared_ptr<Cache> Registry::publish(std::shared_ptr<Cache> cache, const std
   const Geometry& geometry = cache->geometry;
   std::unique_lock lock(mutex_);
   check_open_locked();
+  if (geometry.name.size() > longest_name)
+    throw Error(Kind::invalid_argument, sentence("a name of ", geometry.name.size(), " bytes: ", longest_name, " are allowed"));
   if (!geometry.name.empty()) {
     if (const auto taken = names_.find(geometry.name); taken != names_.end()) {
       throw Error(Kind::exists, sentence("the name '", geometry.name, "' is taken by cache ", taken->second));

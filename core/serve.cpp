@@ -201,8 +201,10 @@ class Receive : public Pull {
   const std::uint64_t asked_;
 };
 
-// Where a push by addresses writes: each address is a name, looked up in the live table.
-Destination destination_addresses(Engine& engine, const Target& target, const Source& source, const Moves& moves) {
+// Where a push by addresses writes: each address is a name, looked up in the live table together with everything that
+// will be written behind it.
+Destination destination_addresses(Engine& engine, const Target& target, const Source& source, const Moves& moves,
+                                  const std::vector<std::uint64_t>& check_too) {
   const auto unit_bytes = target.model != 0 ? target.model : source.geometry.unit_bytes;
   const bool by_row = moves.form == Moves::Form::row;
   Geometry composed;
@@ -212,19 +214,20 @@ Destination destination_addresses(Engine& engine, const Target& target, const So
   composed.stride_bytes = unit_bytes;
   composed.count = by_row ? 1 : moves.form == Moves::Form::whole ? source.geometry.count : moves.destination_end;
   if (composed.count == 0) composed.count = 1;
-  if (unit_bytes > UINT64_MAX / composed.count) throw Error(Kind::invalid_argument, "the addresses given cannot span so many blocks");
-  auto extent = unit_bytes * composed.count;
-  if (by_row && moves.size_bytes > 0) extent = static_cast<std::uint64_t>(moves.size_bytes);
-  // The last listed block of a row may get less than a block.
-  if (moves.form == Moves::Form::row_to_blocks && source.geometry.unit_bytes % unit_bytes != 0 && moves.last_listed + 1 == moves.destination_end)
-    extent -= unit_bytes - source.geometry.unit_bytes % unit_bytes;
+  for (const auto address : target.addresses) composed.tensors.push_back({address, 0, 0});
+  composed.check();
+  std::uint64_t extent = 0;
+  for (const auto& run : make_plan(source.geometry, composed, moves, -1, false).runs) extent = std::max(extent, run.destination + run.bytes);
+  for (std::size_t i = 0; i < check_too.size(); ++i)
+    if (!engine.registry.find_address(check_too[i], extent))
+      throw Error(Kind::invalid_argument, sentence("address number ", i, " of this push: its ", extent,
+                                                   " bytes do not lie inside one tensor of a cache that is registered there"));
   Destination destination;
   for (std::size_t i = 0; i < target.addresses.size(); ++i) {
     const auto found = engine.registry.find_address(target.addresses[i], extent);
     if (!found)
       throw Error(Kind::invalid_argument, sentence("address number ", i, " of this push: its ", extent,
                                                    " bytes do not lie inside one tensor of a cache that is registered there"));
-    composed.tensors.push_back({target.addresses[i], 0, 0});
     bool known = false;
     for (const auto& cache : destination.caches) known |= cache == found->cache;
     if (known) continue;
@@ -380,7 +383,7 @@ void ServerLane::on_fetch_segment(const Frame& frame) {
   const auto id = in.get<std::uint32_t>();
   if (link_->peer.page)  // a process of the same user on this host
     for (const auto& segment : engine_.registry.segments())
-      if (segment->id() == id) return answer(wire::Writer(wire::Type::segment, frame.header.operation).take(), segment->descriptor());
+      if (segment->id() == id) return answer(wire::Writer(wire::Type::segment, frame.header.operation, wire::flag_descriptor).take(), segment->descriptor());
   throw Error(Kind::not_found, sentence("segment ", id, " does not exist"));
 }
 
@@ -445,12 +448,14 @@ void ServerLane::on_push(const Frame& frame) {
   source->guards = wire::get_guards(in);
   source->geometry = wire::get_geometry(in);
   ask.moves = wire::get_moves(in);
+  std::vector<std::uint64_t> check_too(in.count(sizeof(std::uint64_t)));
+  in.raw(check_too.data(), check_too.size() * sizeof(std::uint64_t));
   ask.target.by = Target::By::id;
   ask.target.id = source->geometry.cache_id;
   ask.mover_owns_destination = false;
   ask.keep = false;
   if (target.by == Target::By::addresses) {
-    ask.destination = destination_addresses(engine_, target, *source, *ask.moves);
+    ask.destination = destination_addresses(engine_, target, *source, *ask.moves, check_too);
   } else {
     auto resolved = engine_.registry.resolve(target, Access::write);
     if (resolved.window) {

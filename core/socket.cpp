@@ -314,8 +314,11 @@ FrameBuffer::State FrameBuffer::read(int fd, Frame& frame) {
       if (have_ >= want) {
         frame.header = header;
         frame.body.assign(bytes_.begin() + sizeof header, bytes_.begin() + static_cast<std::ptrdiff_t>(want));
-        frame.descriptors = std::move(descriptors_);
-        descriptors_.clear();
+        frame.descriptors.clear();
+        if ((header.flags & wire::flag_descriptor) != 0 && !descriptors_.empty()) {
+          frame.descriptors.push_back(std::move(descriptors_.front()));
+          descriptors_.erase(descriptors_.begin());
+        }
         std::memmove(bytes_.data(), bytes_.data() + want, have_ - want);
         have_ -= want;
         if (bytes_.size() > 1 << 20 && have_ <= read_ahead) {  // a big request is rare: do not keep its room
@@ -331,6 +334,7 @@ FrameBuffer::State FrameBuffer::read(int fd, Frame& frame) {
     const long n = receive_some(fd, std::span(bytes_).subspan(have_), &descriptors_);
     if (n < 0) return State::lost;
     if (n == 0) return State::would_block;
+    if (descriptors_.size() > max_descriptors) throw wire::WireError("descriptors that nothing claims");
     have_ += static_cast<std::size_t>(n);
   }
 }

@@ -56,7 +56,8 @@ struct Frame {
 };
 Frame receive_frame(int fd, std::size_t max_body_bytes, const Deadline& deadline);
 
-// Collects bytes of one connection into frames.
+// Collects bytes of one connection into frames. It reads ahead: a descriptor belongs to the next frame whose flag claims it,
+// not to the bytes it was read with.
 class FrameBuffer {
  public:
   explicit FrameBuffer(std::size_t max_body_bytes) : max_body_bytes_(max_body_bytes) {}

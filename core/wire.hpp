@@ -29,9 +29,10 @@ enum class Type : std::uint16_t {
   // before there is a link
   hello = 1, challenge = 2, auth = 3, welcome = 4, refused = 5, lane = 6, local = 7, local_answer = 8,
   // control connection
-  heartbeat = 16, unlink = 17, unlinked = 18, segment_made = 19,
+  heartbeat = 16, unlink = 17, unlinked = 18,
   // lanes: requests of the lane's client, answers of its server
   resolve = 32, geometry = 33, pull = 34, piece = 35, ended = 36, push = 37, consume = 38, fetch_segment = 39, segment = 40,
+  segment_made = 41,
 };
 
 struct Header {
@@ -42,7 +43,8 @@ struct Header {
   std::uint64_t offset = 0;  // piece: position in the operation's stream
 };
 static_assert(sizeof(Header) == 24);
-inline constexpr std::uint16_t flag_consume = 1;  // geometry, ended: the key is consumed by a successful pull
+inline constexpr std::uint16_t flag_consume = 1;     // geometry, ended: the key is consumed by a successful pull
+inline constexpr std::uint16_t flag_descriptor = 2;  // one descriptor came with it (Unix sockets)
 
 class WireError : public std::runtime_error {
  public:

@@ -27,6 +27,8 @@ def main(arguments: list[str] | None = None) -> int:
             f"This Python ({sys.executable}) lacks {missing}.\n"
             "`make demo` sets up an environment that has all of it, and runs the demo there."
         )
+    if asked.model is not None and not (asked.model / "config.json").exists():
+        return _cannot(f"{asked.model} is no model folder: it has no config.json.")
     started = time.monotonic()
     try:
         if asked.tiny:

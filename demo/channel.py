@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,8 @@ class Worker:
 
     def close(self) -> None:
         """Lets the process end by closing its input; ends it where it does not."""
-        self._process.stdin.close()
+        with suppress(BrokenPipeError):  # a request that the process did not live to read
+            self._process.stdin.close()
         try:
             self._process.wait(ENDS_WITHIN_S)
         except subprocess.TimeoutExpired:
@@ -83,7 +85,9 @@ class Worker:
     def __enter__(self) -> "Worker":
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        if error is not None:  # what it is still busy with, nobody waits for
+            self._process.kill()
         self.close()
 
     def _line(self, deadline: float, timeout_s: float) -> bytes:
@@ -100,8 +104,11 @@ class Worker:
 
     def _gone(self) -> WorkerFailedError:
         status = self._process.wait(ENDS_WITHIN_S)
-        why = f"was ended by signal {-status}" if status < 0 else f"ended with status {status}"
-        return WorkerFailedError(f"The {self.role} process {why} during '{self._asked}' (its last words are above).")
+        if status < 0:
+            return WorkerFailedError(f"The {self.role} process was ended by signal {-status} during '{self._asked}'.")
+        return WorkerFailedError(
+            f"The {self.role} process ended with status {status} during '{self._asked}' (its last words are above)."
+        )
 
 
 def serve(actions: Any, expected: tuple[type[Exception], ...]) -> None:

@@ -18,6 +18,7 @@ from demo.channel import Worker
 
 TRANSPORTS = ("map", "cma", "socket")
 PULL, PUSH, LAYERS = "pull", "push", "push by layers"
+ALTERED_BY = -8.0  # a power of two, so that dividing by it gives the very numbers back
 ROUNDS = 5  # each timed this often: the median is shown
 
 BLOCK_TOKENS = 16
@@ -184,9 +185,9 @@ class _Play:
         block = self.there[len(self.there) // 2]
         self.say(f"on purpose: block {block} of {len(self.there)} altered, then the pull left out")
         self.forget()
-        self.prefill.call("turn_block", block=block)
+        self.prefill.call("scale_block", block=block, factor=ALTERED_BY)
         self.decode.call("pull", theirs=self.there, mine=self.here)
-        self.prefill.call("turn_block", block=block)
+        self.prefill.call("scale_block", block=block, factor=1 / ALTERED_BY)
         altered = not self.decodes_the_same()
         self.decode.call("fill", value=0.0)
         return altered, not self.decodes_the_same()

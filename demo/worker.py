@@ -92,10 +92,10 @@ class Prefill(Side):
         (link,) = self.node.links
         return _figures(link.push(self.cache, to=CACHE, blocks=(mine, theirs), timeout_ms=TIMEOUT_MS))
 
-    def turn_block(self, block: int) -> None:
-        """Turns the sign of everything in one block; a second time puts it back."""
+    def scale_block(self, block: int, factor: float) -> None:
+        """Multiplies everything in one block of every tensor."""
         for tensor in self.tensors:
-            tensor[block].neg_()
+            tensor[block].mul_(factor)
 
     def _push_layers(self, mine: list[int], theirs: list[int]) -> kvferry.LayerPush:
         (link,) = self.node.links

@@ -29,8 +29,6 @@ static void a_segment_can_be_written_by_its_owner_alone() {
   CHECK(seen != MAP_FAILED && static_cast<std::byte*>(seen)[99] == std::byte{7});
   CHECK(mprotect(seen, page, PROT_READ | PROT_WRITE) != 0);
   munmap(seen, page);
-  segment.close_descriptor_in_child();
-  CHECK(segment.descriptor() == -1);
 }
 
 static void a_pool_hands_out_pages_and_takes_them_back_whole() {

@@ -47,8 +47,17 @@ def there(start_there: Callable[..., Peer]) -> Peer:
     return start_there()
 
 
+@pytest.fixture(params=["map,cma,socket", "socket"])
+def transports(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """Settings of a side: whatever is fastest on one host, and what there is between two."""
+    return {"ge_options": {"kvferry.transports": request.param}}
+
+
 @pytest.fixture
-def linked(here: Side, there: Peer) -> tuple[Side, Peer]:
+def linked(
+    start_here: Callable[..., Side], start_there: Callable[..., Peer], transports: dict[str, Any]
+) -> tuple[Side, Peer]:
     """Both sides, this one linked to the other."""
+    here, there = start_here(**transports), start_there(**transports)
     assert here.link(THERE, there.call("where")) == (LLMStatusCode.LLM_SUCCESS, [LLMStatusCode.LLM_SUCCESS])
     return here, there

@@ -143,6 +143,26 @@ class Side:
         self.caches[cache.cache_id] = cache
         return int(cache.cache_id)
 
+    def allocate(
+        self, shape: Sequence[int], tensors: int = 2, req_ids: Sequence[int] = (), prefix: int | None = None
+    ) -> int:
+        """Allocates float32 tensors with a number of its own in every element; a prefix names the row behind the keys."""
+        desc = CacheDesc(tensors, list(shape), DataType.DT_FLOAT)
+        keys = [CacheKey(self.cluster_id, req_id) for req_id in req_ids]
+        if prefix is not None:
+            keys.append(CacheKey(self.cluster_id, 2**64 - 1, 0, prefix))
+        cache = self.manager.allocate_cache(desc, keys)
+        self.arrays[cache.cache_id] = [at(address, shape) for address in cache.tensor_addrs]
+        self.caches[cache.cache_id] = cache
+        self.fill(cache.cache_id)
+        return int(cache.cache_id)
+
+    def deallocate(self, cache_id: int) -> None:
+        self.manager.deallocate_cache(self.caches[cache_id])
+
+    def remove_key(self, req_id: int) -> None:
+        self.manager.remove_cache_key(CacheKey(self.cluster_id, req_id))
+
     def unregister(self, cache_id: int) -> None:
         self.manager.unregister_cache(cache_id)
 

@@ -276,3 +276,56 @@ def test_a_frozen_peer_costs_the_timeout_and_the_link_still_works(
     there.cont()
     here.pull_cache(("request", THERE, 1, 0), mine)
     assert here.tensors(mine)[0][0].any()
+
+
+# --- keys of allocated caches
+
+
+@pytest.fixture
+def pooled(start_here: Callable[..., Side], start_there: Callable[..., Peer]) -> tuple[Side, Peer]:
+    """The other side has a pool and lets its caches be pulled by key."""
+    here, there = start_here(), start_there(mem_pool_cfg='{"memory_size": 1048576}')
+    assert here.link(THERE, there.call("where"))[0] == SUCCESS
+    return here, there
+
+
+def test_a_request_key_of_an_allocated_cache_is_used_up_by_its_pull(pooled: tuple[Side, Peer]) -> None:
+    here, there = pooled
+    far = there.call("allocate", [4, 8], 4, [1, 2], 9)
+    mine = here.register([4, 8])
+    for request in (1, 2):
+        here.pull_cache(("request", THERE, request), mine, request)
+    again = [here.tensors(mine)[0][row].tolist() for row in (1, 2)]
+    assert again == [there.call("tensors", far)[0][row].tolist() for row in (0, 1)]
+    for request in (1, 2):
+        call = lambda r=request: here.pull_cache(("request", THERE, r), mine)  # noqa: E731
+        assert status_of(call) == LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
+    for _ in range(2):  # a prefix stays
+        here.pull_cache(("request", THERE, 2**64 - 1, 0, 9), mine, 3)
+        assert here.tensors(mine)[0][3].tolist() == there.call("tensors", far)[0][2].tolist()
+
+
+def test_a_key_pulled_by_layers_is_used_up_by_the_last_of_them(pooled: tuple[Side, Peer]) -> None:
+    here, there = pooled
+    there.call("allocate", [1, 8], 4, [1])
+    mine = here.register([1, 8])
+    for layer in range(2):
+        one = (layer, layer + 1)
+        here.pull_cache(("request", THERE, 1), mine, src_layer_range=one, dst_layer_range=one)
+    assert all(array.any() for array in here.tensors(mine))
+    call = lambda: here.pull_cache(("request", THERE, 1), mine)  # noqa: E731
+    assert status_of(call) == LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
+
+
+def test_a_deallocated_cache_lives_until_its_keys_are_gone(pooled: tuple[Side, Peer]) -> None:
+    here, there = pooled
+    far = there.call("allocate", [4, 8], 2, [1, 2, 3])
+    mine = here.register([4, 8], 2)
+    there.call("deallocate", far)
+    assert there.call("addresses", far) == []
+    here.pull_cache(("request", THERE, 1), mine)
+    assert here.tensors(mine)[0][0].any()
+    there.call("remove_key", 2)
+    call = lambda: here.pull_cache(("request", THERE, 2), mine)  # noqa: E731
+    assert status_of(call) == LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
+    here.pull_cache(("request", THERE, 3), mine)

@@ -30,10 +30,12 @@ def wait_until(reached: Callable[[], bool]) -> None:
 
 
 @pytest.fixture
-def remote(start_here: Callable[..., Side], start_there: Callable[..., Peer]) -> tuple[Side, Peer]:
+def remote(
+    start_here: Callable[..., Side], start_there: Callable[..., Peer], transports: dict[str, Any]
+) -> tuple[Side, Peer]:
     """Both sides in the mode that names remote caches by id; this side pushes."""
-    here = start_here(enable_remote_cache_accessible=True)
-    there = start_there(enable_remote_cache_accessible=True)
+    here = start_here(enable_remote_cache_accessible=True, **transports)
+    there = start_there(enable_remote_cache_accessible=True, **transports)
     assert here.link(THERE, there.call("where"))[0] == SUCCESS
     return here, there
 

@@ -1,0 +1,134 @@
+"""docs/wire.md is enough to write a peer: this one is written from that page alone, and knows nothing of kvferry's code.
+
+It links with a secret, pulls blocks, and pushes a block that the node then asks it for.
+"""
+
+import hashlib
+import hmac
+import os
+import socket
+import struct
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+import kvferry
+
+SECRET = b"long and random, the page says"
+HELLO, CHALLENGE, AUTH, WELCOME, REFUSED, LANE = 1, 2, 3, 4, 5, 6
+RESOLVE, GEOMETRY, PULL, PIECE, ENDED, PUSH = 32, 33, 34, 35, 36, 37
+HEADER = struct.Struct("<IHHQQ")
+SOCKET_ONLY = 4
+OK = struct.pack("<HBBH", 0, 1, 1, 0)
+
+
+class Connection:
+    def __init__(self, address: str) -> None:
+        host, port = address.rsplit(":", 1)
+        self._socket = socket.create_connection((host, int(port)), timeout=5)
+
+    def send(self, kind: int, body: bytes, operation: int = 0) -> None:
+        self._socket.sendall(HEADER.pack(len(body), kind, 0, operation, 0) + body)
+
+    def receive(self, kind: int, operation: int = 0) -> bytes:
+        length, received, _, number, offset = HEADER.unpack(self._exactly(HEADER.size))
+        body = self._exactly(length)
+        assert (received, number, offset) == (kind, operation, 0), body
+        return body
+
+    def receive_request(self, kind: int) -> tuple[int, bytes]:
+        length, received, _, number, _ = HEADER.unpack(self._exactly(HEADER.size))
+        assert received == kind
+        return number, self._exactly(length)
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def _exactly(self, size: int) -> bytes:
+        data = b""
+        while len(data) < size:
+            more = self._socket.recv(size - len(data))
+            assert more, "the node closed the connection"
+            data += more
+        return data
+
+
+def text(data: bytes) -> bytes:
+    return struct.pack("<H", len(data)) + data
+
+
+def runs(*pairs: tuple[int, int]) -> bytes:
+    return struct.pack("<I", len(pairs)) + b"".join(struct.pack("<II", *pair) for pair in pairs)
+
+
+def by_name(name: bytes) -> bytes:
+    return struct.pack("<BQQ", 1, 0, 0) + text(name) + struct.pack("<I", 0)
+
+
+def link(address: str, secret: bytes) -> tuple[Connection, bytes]:
+    """The control connection and the link's token. Another host's boot id is said, so there is no local step."""
+    control = Connection(address)
+    hello = b"KVFERRY1" + struct.pack("<HQ", 1, 5) + os.urandom(16) + bytes(16) + os.urandom(32) + b"\1"
+    control.send(HELLO, hello)
+    challenge = control.receive(CHALLENGE)
+    unproved, proof = challenge[:-32], challenge[-32:]
+
+    def proof_of(role: bytes) -> bytes:
+        return hmac.new(secret, text(role) + hello + unproved, hashlib.sha256).digest()
+
+    if secret == SECRET:
+        assert proof == proof_of(b"kvferry listener")
+    control.send(AUTH, proof_of(b"kvferry dialler") + b"\0")
+    return control, control.receive(WELCOME)
+
+
+@pytest.fixture
+def node() -> Iterator[kvferry.Node]:
+    with kvferry.Node(listen="127.0.0.1:0", secret=SECRET) as node:
+        node.register("kv", np.arange(80, dtype=np.uint8).reshape(8, 10))
+        yield node
+
+
+def test_a_peer_written_from_the_page_pulls_and_pushes(node: kvferry.Node) -> None:
+    control, token = link(node.address, SECRET)
+    mine, theirs = Connection(node.address), Connection(node.address)
+    mine.send(LANE, token + b"\0\0")
+    theirs.send(LANE, token + b"\1\1")
+
+    mine.send(RESOLVE, by_name(b"kv") + b"\0", operation=9)
+    geometry = mine.receive(GEOMETRY, operation=9)
+    epoch, key_row, file_backed, is_window, units, guards = struct.unpack_from("<QqBBII", geometry)
+    assert (epoch > 0, key_row, file_backed, is_window, units, guards) == (True, -1, 0, 0, 0, 1)
+    described = geometry[struct.calcsize("<QqBBII") + 12 :]
+    assert described[:22] == struct.pack("<Q", 1) + text(b"kv") + b"\1" + text(b"host") + b"\x0a\0\0"
+    assert len(described) == 19 + 3 * 8 + 4 + 20
+
+    select = struct.pack("<IIBQqQQ", 0, 1, 1, 10, 0, 0, 0) + runs((1, 2))
+    mine.send(PULL, struct.pack("<II", 1000, 0) + by_name(b"kv") + select, operation=10)
+    assert mine.receive(PIECE, operation=10) == bytes(range(10, 30))
+    assert mine.receive(ENDED, operation=10)[2:] == b"\0\1" + text(b"") + struct.pack("<QB", 20, 4)
+
+    everything = struct.pack("<Iq", 0, -1)
+    source = struct.pack("<Q", 1) + text(b"far") + b"\1" + text(b"host") + struct.pack("<QQQI", 10, 10, 4, 1)
+    source += struct.pack("<QIQ", 4096, 0, 0)
+    moves = b"\2" + everything * 2 + struct.pack("<qIqI", 0, 0, -1, 6) + runs((3, 1)) + runs((6, 1)) + bytes(4)
+    guard = struct.pack("<IIQ", 1, 17, 21)
+    mine.send(
+        PUSH, struct.pack("<IB", 1000, SOCKET_ONLY) + by_name(b"kv") + b"\0" + guard + source + moves, operation=11
+    )
+    number, asked = theirs.receive_request(PULL)
+    assert asked[4:] == guard + struct.pack("<BQQ", 0, 1, 0) + text(b"") + bytes(4) + (
+        struct.pack("<IIBQqQQ", 0, 1, 0, 10, 0, 0, 0) + runs((3, 1))
+    )
+    theirs.send(PIECE, b"ten bytes!", operation=number)
+    theirs.send(ENDED, OK + struct.pack("<QB", 10, 4), operation=number)
+    assert mine.receive(ENDED, operation=11)[-9:] == struct.pack("<QB", 10, 4)
+    assert node.caches[0].numpy(0)[6].tobytes() == b"ten bytes!"
+    for connection in (mine, theirs, control):
+        connection.close()
+
+
+def test_another_secret_is_refused(node: kvferry.Node) -> None:
+    with pytest.raises(AssertionError, match="the secrets of the two nodes differ"):
+        link(node.address, b"another one")
