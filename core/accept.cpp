@@ -15,11 +15,14 @@ namespace {
 
 class Listener : public Watcher {
  public:
-  Listener(NodeInner& node, int fd, bool unix_socket) : node_(node), fd_(fd), unix_(unix_socket) {}
+  Listener(NodeInner& node, bool unix_socket) : node_(node), unix_(unix_socket) {}
   void ready(std::uint32_t) override {
+    const std::lock_guard lock(node_.listen_mutex);  // while it accepts nobody may stop listening, and reuse the number
+    const int fd = (unix_ ? node_.unix_listener : node_.tcp_listener).get();
+    if (fd < 0) return;  // stopped meanwhile
     for (int i = 0; i < 64; ++i) {
       int error = 0;
-      auto connection = accept_on(fd_, error);
+      auto connection = accept_on(fd, error);
       if (!connection) {
         if (error == EINTR || error == ECONNABORTED) continue;
         if (error == EMFILE || error == ENFILE || error == ENOBUFS || error == ENOMEM) {
@@ -29,7 +32,7 @@ class Listener : public Watcher {
         }
         break;
       }
-      if (node_.incoming.load() >= most_incoming) continue;  // closed at once: too many that have not said what they want
+      if (node_.incoming.load() >= most_incoming) node_.drop_oldest();  // too many that have not said what they want
       try {
         const auto incoming = std::make_shared<Incoming>(node_, std::move(connection), unix_);
         incoming->start();
@@ -38,18 +41,17 @@ class Listener : public Watcher {
       }
     }
     const auto token = unix_ ? node_.unix_token : node_.tcp_token;
-    node_.engine.reactor.rearm(token, fd_, EPOLLIN);
+    node_.engine.reactor.rearm(token, fd, EPOLLIN);
   }
 
  private:
   NodeInner& node_;
-  const int fd_;
   const bool unix_;
 };
 
 }  // namespace
 
-void start_listening(NodeInner& node, const std::string& host, std::uint16_t port) {
+Endpoint start_listening(NodeInner& node, const std::string& host, std::uint16_t port) {
   const std::lock_guard lock(node.listen_mutex);
   if (node.tcp_listener) throw Error(Kind::invalid_argument, "this node listens already, on " + local_endpoint(node.tcp_listener.get()).text());
   auto tcp = listen_tcp(host, port);
@@ -63,15 +65,16 @@ void start_listening(NodeInner& node, const std::string& host, std::uint16_t por
     node.unix_listener = listen_abstract(name);
     node.unix_name = name;
     // Armed only when the token is known, which ready() needs.
-    node.unix_token = node.engine.reactor.watch(node.unix_listener.get(), 0, std::make_shared<Listener>(node, node.unix_listener.get(), true));
+    node.unix_token = node.engine.reactor.watch(node.unix_listener.get(), 0, std::make_shared<Listener>(node, true));
     node.engine.reactor.rearm(node.unix_token, node.unix_listener.get(), EPOLLIN);
   }
   node.tcp_listener = std::move(tcp);
-  node.tcp_token = node.engine.reactor.watch(node.tcp_listener.get(), 0, std::make_shared<Listener>(node, node.tcp_listener.get(), false));
+  node.tcp_token = node.engine.reactor.watch(node.tcp_listener.get(), 0, std::make_shared<Listener>(node, false));
   node.engine.reactor.rearm(node.tcp_token, node.tcp_listener.get(), EPOLLIN);
   const auto endpoint = local_endpoint(node.tcp_listener.get());
   if (!endpoint.loopback && node.engine.options.secret.empty())
     node.engine.log.add("warning", "listening on " + endpoint.text() + " without a secret: whoever can reach this address may read and write the registered caches");
+  return endpoint;
 }
 
 void stop_listening(NodeInner& node) {
@@ -134,7 +137,7 @@ void Incoming::ready(std::uint32_t) {
 }
 
 void Incoming::refuse(const Outcome& outcome) {
-  reply(hello::write_refused(outcome));
+  send_some(descriptor_.get(), hello::write_refused(outcome));  // it is closed next, whether it has heard that or not
   node_.engine.log.add("warning", "a link was refused: " + outcome.sentence);
 }
 

@@ -36,16 +36,22 @@ struct Dialler {
 };
 
 // A lane on which the peer asks and this side serves. When it is lost while the link is up, the peer has reset it after
-// an operation that ended early: a new one is opened in its place.
-void open_for_peer(const Dialler& dialler, const std::shared_ptr<Link>& link, LaneUse use) {
+// an operation that ended early, and a new one is opened in its place; at once, unless nothing was ever asked on it: then
+// the peer does not take it at present, and is asked more and more rarely, `vain` times so far.
+void open_for_peer(const Dialler& dialler, const std::shared_ptr<Link>& link, LaneUse use, unsigned vain = 0) {
+  const auto again = [dialler, weak = std::weak_ptr(link), use](unsigned times) {
+    const auto open = [dialler, weak, use, times] {
+      const auto alive = weak.lock();
+      if (alive && alive->alive()) open_for_peer(dialler, alive, use, times);
+    };
+    if (times == 0) return open();
+    const auto wait_ms = std::int64_t{1} << std::min(times, 10u);
+    dialler.node->run_at(now_ns() + wait_ms * 1'000'000, open);
+  };
   std::vector<std::uint8_t> first;
   auto descriptor = dialler.dial(use, true, first);
-  if (!descriptor) return;
-  const std::weak_ptr<Link> weak = link;
-  auto lost = [dialler, weak, use] {
-    const auto alive = weak.lock();
-    if (alive && alive->alive()) open_for_peer(dialler, alive, use);
-  };
+  if (!descriptor) return again(vain + 1);
+  auto lost = [again, vain](bool used) { again(used ? 0 : vain + 1); };
   const auto lane = std::make_shared<ServerLane>(dialler.node->engine, link, std::move(descriptor), std::move(first), std::move(lost));
   link->add_server_lane(lane);
   lane->start();

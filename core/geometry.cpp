@@ -348,6 +348,7 @@ Plan make_source_plan(const Geometry& source, const SourceSelect& select, std::i
 DestinationPlan make_destination_plan(const Geometry& destination, const Moves& moves) {
   const Tensors to = take_tensors("destination", destination, moves.destination_tensors);
   DestinationPlan out;
+  out.plan.source_first = moves.source_tensors.first;
   out.plan.destination_first = to.first;
   out.plan.tensors = to.count;
   out.select.tensor_first = moves.source_tensors.first;

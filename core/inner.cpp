@@ -64,6 +64,7 @@ void NodeInner::bring_up(const std::shared_ptr<Link>& link, Descriptor connectio
   std::vector<std::shared_ptr<Link>> stale;
   {
     const std::lock_guard lock(mutex_);
+    if (closed.load()) throw Error(Kind::closed, "this node is closed");  // close() has taken down all that were here
     for (const auto& [_, up] : links_)
       if (replace_stale && !up.link->outgoing && up.link->peer.node_id == link->peer.node_id) stale.push_back(up.link);
     Up up{link, control};
@@ -120,6 +121,7 @@ std::vector<std::shared_ptr<Link>> NodeInner::links() const {
 std::int64_t NodeInner::tick(std::int64_t now) {
   std::int64_t next = engine.registry.end_due_windows(now);
   for (const auto& operation : engine.timers.due(now, next)) operation->schedule();
+  next = std::min(next, run_due(now));
 
   if (now >= next_heartbeat_ns_) {
     next_heartbeat_ns_ = now + engine.options.heartbeat_ms * 1'000'000;
@@ -154,6 +156,37 @@ std::int64_t NodeInner::tick(std::int64_t now) {
 }
 
 void NodeInner::expect_soon(std::weak_ptr<Incoming> connection) { expected_.push_back(std::move(connection)); }
+
+void NodeInner::run_at(std::int64_t at_ns, std::function<void()> task) {
+  {
+    const std::lock_guard lock(later_mutex_);
+    later_.emplace(at_ns, std::move(task));
+  }
+  engine.reactor.wake_at(at_ns);
+}
+
+std::int64_t NodeInner::run_due(std::int64_t now) {
+  for (;;) {
+    std::function<void()> task;
+    {
+      const std::lock_guard lock(later_mutex_);
+      if (later_.empty()) return INT64_MAX;
+      if (later_.begin()->first > now) return later_.begin()->first;
+      task = std::move(later_.extract(later_.begin()).mapped());
+    }
+    task();
+  }
+}
+
+void NodeInner::drop_oldest() {
+  for (auto it = expected_.begin(); it != expected_.end();) {
+    const auto connection = it->lock();
+    it = expected_.erase(it);
+    if (!connection) continue;
+    connection->drop();
+    return;
+  }
+}
 
 void NodeInner::pause_listeners() { listen_again_ns_ = now_ns() + 100'000'000; }
 
@@ -195,7 +228,8 @@ Control::Control(NodeInner& node, std::shared_ptr<Link> link, Descriptor descrip
 
 void Control::start(std::vector<std::uint8_t> first) {
   if (!first.empty()) send(std::move(first));
-  token_ = node_.engine.reactor.watch(descriptor_.get(), EPOLLIN, shared_from_this());
+  const std::lock_guard lock(mutex_);  // the first event may come before watch() has returned
+  if (!closed_) token_ = node_.engine.reactor.watch(descriptor_.get(), EPOLLIN, shared_from_this());
 }
 
 void Control::close() noexcept {
@@ -228,12 +262,17 @@ bool Control::ask_to_unlink(const Deadline& deadline) {
 }
 
 void Control::ready(std::uint32_t) {
+  Reactor::Token token;
+  {
+    const std::lock_guard lock(mutex_);
+    token = token_;
+  }
   try {
     Frame frame;
     for (;;) {
       switch (in_.read(descriptor_.get(), frame)) {
         case FrameBuffer::State::would_block:
-          node_.engine.reactor.rearm(token_, descriptor_.get(), EPOLLIN);
+          node_.engine.reactor.rearm(token, descriptor_.get(), EPOLLIN);
           return;
         case FrameBuffer::State::lost:
           node_.take_down(link_, {Kind::peer_lost, link_->label() + " closed the connection", false, true});

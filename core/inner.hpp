@@ -59,6 +59,8 @@ class NodeInner : public std::enable_shared_from_this<NodeInner> {
   std::map<hello::Token, std::shared_ptr<Pending>> pending;  // by local token
   std::atomic<int> incoming{0};
   void expect_soon(std::weak_ptr<Incoming> connection);  // control thread: dropped if it says nothing in time
+  void drop_oldest();                                    // control thread: of those; who means it has spoken long ago
+  void run_at(std::int64_t at_ns, std::function<void()> task);  // from any thread; the task runs on the control thread
   void pause_listeners();                                // control thread: out of descriptors, try again before long
 
  private:
@@ -66,8 +68,11 @@ class NodeInner : public std::enable_shared_from_this<NodeInner> {
   std::map<std::uint64_t, Up> links_;
   std::uint64_t last_link_ = 0;
   std::int64_t next_heartbeat_ns_ = 0;
-  std::vector<std::weak_ptr<Incoming>> expected_;  // control thread
+  std::vector<std::weak_ptr<Incoming>> expected_;  // control thread; the oldest first
   std::int64_t listen_again_ns_ = INT64_MAX;       // control thread
+  std::int64_t run_due(std::int64_t now);  // of later_; returns when the next is
+  std::mutex later_mutex_;
+  std::multimap<std::int64_t, std::function<void()>> later_;  // by time
 };
 
 // The control connection of a link: heartbeats and the unlinking.
@@ -125,7 +130,7 @@ class Incoming : public Watcher, public std::enable_shared_from_this<Incoming> {
 inline constexpr std::int64_t hello_timeout_ms = 5000;
 inline constexpr int most_incoming = 512;
 
-void start_listening(NodeInner& node, const std::string& host, std::uint16_t port);
+Endpoint start_listening(NodeInner& node, const std::string& host, std::uint16_t port);
 void stop_listening(NodeInner& node);
 std::shared_ptr<Link> dial_link(NodeInner& node, const std::string& host, std::uint16_t port, const Deadline& deadline);
 

@@ -145,7 +145,7 @@ void LanePool::close() {
 
 unsigned LanePool::open_lanes() const {
   const std::lock_guard lock(mutex_);
-  return static_cast<unsigned>(open_.size());
+  return for_pulls();
 }
 
 // ---- PeerSegment

@@ -64,8 +64,7 @@ Registry& Node::registry() { return engine().registry; }
 
 Endpoint Node::listen(const std::string& host, std::uint16_t port) {
   engine();
-  start_listening(*inner_, host, port);
-  return local_endpoint(inner_->tcp_listener.get());
+  return start_listening(*inner_, host, port);
 }
 
 void Node::stop_listening() {

@@ -8,6 +8,7 @@
 #include <cstring>
 
 #include "sentence.hpp"
+#include "serve.hpp"
 
 namespace kvferry {
 namespace {
@@ -15,6 +16,7 @@ namespace {
 constexpr unsigned map_bit = static_cast<unsigned>(Transport::map);
 constexpr unsigned cma_bit = static_cast<unsigned>(Transport::cma);
 constexpr unsigned socket_bit = static_cast<unsigned>(Transport::socket);
+constexpr std::uint64_t cma_piece_bytes = 4 << 20;     // the kernel takes pages in fewer goes
 constexpr std::uint32_t spans_per_piece = 1000;        // with two identity words still below IOV_MAX
 constexpr std::uint64_t small_reply_bytes = 16 << 10;  // taken in one piece and copied on: cheaper than three system calls
 constexpr std::size_t spans_per_receive = 256;
@@ -120,6 +122,9 @@ Need Pull::step() {
           } catch (const Error& error) {
             link_->give_up_map(error.what());
           }
+        } else if (!source_stands()) {
+          give_lane();
+          throw Error(gone());  // the segment went with its cache, in the meantime
         } else {
           link_->give_up_map("the peer did not hand over a segment");
         }
@@ -161,6 +166,16 @@ Need Pull::step() {
         need = stream();
         if (need != Need::done || done()) return need;
         break;
+      case Phase::confirm:
+        if (!await_answer(frame, need)) return need;
+        give_lane();
+        if (frame.header.type == wire::Type::ended) {
+          auto outcome = read_ended(frame).outcome;
+          outcome.touched = true;
+          throw Error(outcome);
+        }
+        finish({}, plan_->total(), transport_);
+        return Need::done;
       case Phase::await_consumed: {
         if (!lane_) {
           if (!take_lane(LaneUse::small)) return Need::lane;
@@ -352,8 +367,7 @@ bool Pull::copy_one_sided() {
     failure_.touched = touched_;
     throw Error(failure_);
   }
-  // Everything was copied; is it the owner's, and did it still stand? Only now, after the last byte.
-  std::atomic_thread_fence(std::memory_order_acquire);
+  // Everything was copied; is it the owner's, and did it still stand? Only now, after the last byte (the look fences).
   if (!source_stands()) throw Error(gone());
   if (link_->peer_process_ended())
     throw Error({Kind::peer_lost, "the process of " + link_->label() + " has ended", touched_, true});
@@ -377,7 +391,7 @@ void Pull::work() noexcept {
     {
       const std::lock_guard lock(pieces_mutex_);
       if (failed_.load(std::memory_order_relaxed) || cursor_->done()) return;
-      piece = cursor_->split(piece_bytes, spans_per_piece, bytes);
+      piece = cursor_->split(transport_ == Transport::cma ? cma_piece_bytes : piece_bytes, spans_per_piece, bytes);
     }
     auto outcome = must_stop() ? stop_reason() : copy_piece(*piece, bytes);
     if (outcome.ok()) continue;
@@ -473,6 +487,7 @@ Outcome Pull::copy_by_cma(PlanCursor piece, std::uint64_t bytes) noexcept {
     return {Kind::peer_lost, "the process of " + link_->label() + " has ended or has become another program", true, true};
   if (got != wanted) {
     // It stopped at the first address that is not mapped, here or there. Ours were found mapped at first use.
+    if (!source_stands()) return gone();
     auto missing = static_cast<std::uint64_t>(got) - sizeof(std::uint64_t);
     auto walk = piece;
     auto span = walk.next(bytes);
@@ -561,9 +576,21 @@ Need Pull::stream() {
     wire::Reader in(tail_);
     auto outcome = wire::get_outcome(in);
     outcome.touched = touched_;
-    give_lane();  // both sides are at a frame's end
-    if (!outcome.ok()) throw Error(outcome);
+    if (!outcome.ok()) {
+      give_lane();  // both sides are at a frame's end
+      throw Error(outcome);
+    }
     if (cursor_->position() != plan_->total()) throw wire::WireError("an end before all bytes came");
+    if (ask_.target.by == Target::By::window) {
+      // The last bytes may have lain in the sockets' buffers for long. A success says that the window stood after they
+      // had come, as it does for one-sided copies.
+      wire::Writer request(wire::Type::resolve, number());
+      wire::put_target(request, ask_.target);
+      request.put(std::uint8_t{0});
+      begin_request(std::move(request), Phase::confirm);
+      return Need::done;
+    }
+    give_lane();
     if ((header_.flags & wire::flag_consume) != 0) {
       phase_ = Phase::await_consumed;
       return Need::done;

@@ -51,7 +51,7 @@ class Pull : public Operation {
   void ended() noexcept override;
 
  private:
-  enum class Phase { begin, send, await_geometry, await_segment, plan, copy, ask, stream, await_consumed };
+  enum class Phase { begin, send, await_geometry, await_segment, plan, copy, ask, stream, confirm, await_consumed };
 
   unsigned one_sided() const noexcept;
   void begin_request(wire::Writer request, Phase then);
@@ -108,7 +108,7 @@ class Pull : public Operation {
   std::atomic<bool> failed_{false};
   std::atomic<bool> any_bytes_{false};
   Outcome failure_;
-  bool fall_back_ = false;
+  std::atomic<bool> fall_back_{false};
 };
 
 // A pull with everything resolved and planned that can be: run it again and again, from any thread.

@@ -268,7 +268,7 @@ ServerLane::ServerLane(Engine& engine, std::shared_ptr<Link> link, Descriptor de
 }
 
 ServerLane::ServerLane(Engine& engine, std::shared_ptr<Link> link, Descriptor descriptor, std::vector<std::uint8_t> first,
-                       std::function<void()> lost)
+                       std::function<void(bool used)> lost)
     : engine_(engine),
       link_(std::move(link)),
       descriptor_(std::move(descriptor)),
@@ -306,11 +306,12 @@ void ServerLane::drop() noexcept {
   engine_.reactor.forget(token_, descriptor_.get());
   armed_for_reading_.store(false);
   ::shutdown(descriptor_.get(), SHUT_RDWR);
-  if (lost_) lost_();
+  if (lost_) lost_(used_);
 }
 
 // On the control thread.
 void ServerLane::ready(std::uint32_t events) {
+  if (dropped_) return;
   {
     std::unique_lock lock(mutex_);
     if (operation_) {
@@ -334,6 +335,7 @@ void ServerLane::ready(std::uint32_t events) {
         case FrameBuffer::State::frame: break;
       }
       went_on_ = false;
+      used_ = true;
       handle(frame);
       if (went_on_ || dropped_) return;
       if (!flush()) return watch_for(EPOLLOUT);
@@ -507,17 +509,14 @@ void ServerLane::run(const std::shared_ptr<Operation>& operation, bool here) {
 }
 
 void ServerLane::operation_ended(bool whole) noexcept {
-  bool read_on;
-  {
-    const std::lock_guard lock(mutex_);
-    operation_.reset();
-    receiving_ = false;
-    read_on = !starting_;
-  }
+  // All under the lock: once there is no operation in hand, the next event makes the lane the control thread's again.
+  const std::lock_guard lock(mutex_);
   if (!whole) {
     ::shutdown(descriptor_.get(), SHUT_RDWR);  // in the middle of a frame: the peer sees the end of the lane
   }
-  if (!read_on) return;  // the control thread is in handle() and goes on by itself
+  operation_.reset();
+  receiving_ = false;
+  if (starting_) return;  // the control thread is in handle() and goes on by itself
   if (whole && in_.empty() && out_.empty()) return watch_for(EPOLLIN);
   engine_.reactor.post([self = shared_from_this()] { self->ready(0); });
 }

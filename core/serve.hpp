@@ -11,9 +11,9 @@ class ServerLane : public Watcher, public std::enable_shared_from_this<ServerLan
   // Opened by the peer; `read` is what came with its lane hello.
   ServerLane(Engine& engine, std::shared_ptr<Link> link, Descriptor descriptor, FrameBuffer read);
   // Opened by this side for the peer to ask on: `first` goes out before anything else; `lost` is called once, on the
-  // control thread, when the lane is gone.
+  // control thread, when the lane is gone, and hears whether anything was ever asked on it.
   ServerLane(Engine& engine, std::shared_ptr<Link> link, Descriptor descriptor, std::vector<std::uint8_t> first,
-             std::function<void()> lost);
+             std::function<void(bool used)> lost);
   void start();
   void close() noexcept;  // from any thread: shuts the socket; the rest happens on the control thread
   void ready(std::uint32_t events) override;
@@ -43,13 +43,14 @@ class ServerLane : public Watcher, public std::enable_shared_from_this<ServerLan
   FrameBuffer in_;
   std::vector<std::uint8_t> out_;
   std::size_t out_sent_ = 0;
-  std::function<void()> lost_;
+  std::function<void(bool used)> lost_;
   std::mutex mutex_;
   std::shared_ptr<Operation> operation_;  // in hand; mutex_
   bool starting_ = false;
   bool receiving_ = false;  // it is a push: only the peer's going away matters
   std::atomic<bool> armed_for_reading_{false};
   bool went_on_ = false;    // control thread: the request in hand left an operation running
+  bool used_ = false;       // control thread: something was asked
   bool dropped_ = false;
 };
 

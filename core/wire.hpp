@@ -54,6 +54,7 @@ class WireError : public std::runtime_error {
 class Writer {
  public:
   Writer(Type type, std::uint64_t operation, std::uint16_t flags = 0) {
+    bytes_.reserve(256);  // most frames: one allocation
     bytes_.resize(sizeof(Header));
     header_.type = type;
     header_.operation = operation;
@@ -99,7 +100,10 @@ class Reader {
     std::memcpy(&value, need(sizeof(T)), sizeof(T));
     return value;
   }
-  void raw(void* out, std::size_t n) { std::memcpy(out, need(n), n); }
+  void raw(void* out, std::size_t n) {
+    const auto* from = need(n);
+    if (n > 0) std::memcpy(out, from, n);  // of an empty list there is no address
+  }
   std::string text() {
     const auto n = get<std::uint16_t>();
     const auto* p = need(n);

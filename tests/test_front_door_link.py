@@ -257,11 +257,16 @@ def test_naming_ones_own_cache_as_the_far_one_is_answered_with_the_right_line(fe
 def test_what_does_not_exist_is_not_found_and_can_be_asked_again(ferry: Any) -> None:
     for source in ("no", 99, b"no such window", RequestKey(1)):
         with pytest.raises(kvferry.CacheNotFound) as caught:
-            ferry.link.pull(source, into=ferry.mine, timeout_ms=2000)
+            ferry.link.pull(source, into=ferry.mine, blocks={0: 0}, timeout_ms=2000)
         assert not caught.value.bytes_touched
         assert caught.value.operation == "pull"
     ferry.p.register("no", numbered())
     ferry.link.pull("no", into=ferry.mine, timeout_ms=2000)
+
+
+def test_a_key_names_a_row_and_its_pull_says_where_the_row_goes(ferry: Any) -> None:
+    with pytest.raises(kvferry.InvalidArgument, match="row=0"):
+        ferry.link.pull(RequestKey(1), into=ferry.mine)
 
 
 def test_memory_that_is_not_there_is_an_error_each_time(ferry: Any) -> None:

@@ -107,6 +107,10 @@ def move(
         raise InvalidArgument(
             f"row {source_row} of the source has nowhere to go: give a row to go to, or row_to_blocks="
         )
+    if blocks is None and source_row == KEY_ROW:
+        raise InvalidArgument(
+            "this key names one row of the peer's cache: say where it goes, row=0 or row_to_blocks=[...]"
+        )
     if blocks is None:
         return _core.Moves.whole(source_tensors=source, destination_tensors=destination)
     if is_list(blocks):

@@ -1,0 +1,427 @@
+"""What one bad peer costs the others, and what is left behind: links, descriptors, threads, mappings, children, exits."""
+
+import contextlib
+import gc
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kvferry
+from failure_support import MOVED, NEW, OLD, PATIENCE_S, Peers, Side, ended, mapped, until, words
+
+SIDE = "failure_support:Side"
+BLOCKS, BLOCK_BYTES = 8, 4096
+WHERE = {"map": "allocated", "cma": "registered", "socket": "registered"}
+DEADLINE_MS = 300
+SLACK_S = 0.3
+
+
+def small(peer: Any, name: str, where: str, value: int) -> None:
+    peer.call("cache", name, where, BLOCKS, BLOCK_BYTES, value)
+
+
+# --- a peer that stands still -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("transport", ["any", "socket"])
+def test_a_frozen_peer_costs_its_callers_the_deadline_and_nobody_else_anything(peers: Peers, transport: str) -> None:
+    options: dict[str, Any] = {"transports": ("socket",)} if transport == "socket" else {}
+    frozen, lively = peers(SIDE, options, name="frozen"), peers(SIDE, options, name="lively")
+    with kvferry.Node(copy_threads=2, **options) as node:
+        links = {peer: node.link(peer.call("address")) for peer in (frozen, lively)}
+        for peer in (frozen, lively):
+            small(peer, "kv", "registered", NEW)
+        mine = node.register("kv", mapped((BLOCKS, BLOCK_BYTES // 8)))
+        links[lively].pull("kv", into=mine)
+        usual = max(timed(lambda: links[lively].pull("kv", into=mine)) for _ in range(50))
+        frozen.stop()
+        begun = time.monotonic()
+        waiting = [links[frozen].pull_async("kv", into=mine, timeout_ms=DEADLINE_MS) for _ in range(20)]
+        waiting += [links[frozen].push_async(mine, to="kv", timeout_ms=DEADLINE_MS) for _ in range(20)]
+        took: list[float] = []
+        while time.monotonic() < begun + DEADLINE_MS / 1000 - 0.02:
+            took.append(timed(lambda: links[lively].pull("kv", into=mine)))
+            took.append(timed(lambda: links[lively].push(mine, to="kv", timeout_ms=2000)))
+            took.append(timed(lambda: links[lively].pull_async("kv", into=mine).wait()))
+        assert not any(one.done() for one in waiting)
+        print(f"{len(took)} transfers beside it; longest {max(took) * 1e3:.1f} ms, before at most {usual * 1e3:.1f} ms")
+        assert len(took) > 30
+        assert max(took) < 0.1
+        for one in waiting:
+            with pytest.raises(kvferry.DeadlineExceeded) as caught:
+                one.wait(5000)
+            assert one.done() and caught.value.peer == links[frozen].peer
+        assert time.monotonic() - begun < DEADLINE_MS / 1000 + SLACK_S
+        frozen.cont()
+        links[frozen].pull("kv", into=mine, timeout_ms=2000)
+        links[frozen].push(mine, to="kv", timeout_ms=2000)
+
+
+def timed(call: Any) -> float:
+    begun = time.monotonic()
+    call()
+    return time.monotonic() - begun
+
+
+def test_on_the_calling_thread_too_a_frozen_peer_costs_the_deadline(peers: Peers) -> None:
+    frozen = peers(SIDE)
+    small(frozen, "kv", "registered", NEW)
+    with kvferry.Node() as node, node.link(frozen.call("address")) as link:
+        mine = node.register("kv", mapped((BLOCKS, BLOCK_BYTES // 8)))
+        frozen.stop()
+        for call in (
+            lambda: link.pull("kv", into=mine, timeout_ms=DEADLINE_MS),
+            lambda: link.push(mine, to="kv", timeout_ms=DEADLINE_MS),
+            lambda: link.describe("kv", DEADLINE_MS),
+            lambda: link.prepare_pull("kv", into=mine, timeout_ms=DEADLINE_MS),
+            lambda: node.link(frozen_address(link), DEADLINE_MS),
+        ):
+            begun = time.monotonic()
+            with pytest.raises(kvferry.DeadlineExceeded) as caught:
+                call()
+            assert DEADLINE_MS / 1000 - 0.02 < time.monotonic() - begun < DEADLINE_MS / 1000 + SLACK_S
+            assert caught.value.peer
+        assert link.alive
+        frozen.cont()
+        link.pull("kv", into=mine, timeout_ms=2000)
+        assert (mine.numpy(0) == words(NEW, BLOCKS)).all()
+        frozen.stop()
+        with pytest.raises(kvferry.DeadlineExceeded):
+            link.unlink(DEADLINE_MS)
+        assert link.alive  # until the peer hears of it
+        frozen.cont()
+        until(lambda: not link.alive and frozen.call("alive") == [], "the link is down on both sides")
+
+
+def frozen_address(link: kvferry.Link) -> str:
+    return link.statistics().address
+
+
+def test_a_node_with_frozen_peers_unregisters_unlinks_and_closes_at_once(peers: Peers) -> None:
+    frozen = peers(SIDE, {"pool": 1 << 20})
+    small(frozen, "kv", "registered", NEW)
+    node = kvferry.Node(listen="127.0.0.1:0")
+    link = node.link(frozen.call("address"))
+    frozen.call("link", node.address)
+    mine = node.register("kv", mapped((BLOCKS, BLOCK_BYTES // 8)))
+    other = node.register("other", mapped((BLOCKS, BLOCK_BYTES // 8)))
+    frozen.stop()
+    flying = [link.pull_async("kv", into=mine, timeout_ms=60_000), link.push_async(mine, to="kv", timeout_ms=60_000)]
+    flying += [link.push_async(other, to="kv", timeout_ms=60_000)]
+    time.sleep(0.05)
+    assert timed(lambda: node.unregister(other)) < 0.2
+    assert timed(lambda: link.unlink(force=True)) < 0.2
+    for one in flying:
+        with pytest.raises((kvferry.NotLinked, kvferry.CacheNotFound)):
+            one.wait(1000)
+        assert one.done()
+    back = node.links[0]  # the one that the frozen peer had opened
+    flying = [back.pull_async("kv", into=mine, timeout_ms=60_000), back.push_async(mine, to="kv", timeout_ms=60_000)]
+    assert timed(node.close) < 0.5
+    for one in flying:
+        with pytest.raises(kvferry.NodeClosed):
+            one.wait(1000)
+        assert one.done()
+
+
+def test_closing_a_link_to_a_frozen_peer_gives_it_a_second_and_no_more(peers: Peers) -> None:
+    frozen = peers(SIDE)
+    with kvferry.Node() as node:
+        link = node.link(frozen.call("address"))
+        frozen.stop()
+        assert timed(link.close) < 1.4
+        assert not link.alive and node.links == []
+        frozen.cont()
+        until(lambda: frozen.call("alive") == [], "its side is down too")
+
+
+# --- many links -------------------------------------------------------------------------------------------------------
+
+
+def test_one_process_has_sixty_four_links_and_few_threads(peers: Peers) -> None:
+    owner = peers(SIDE, {"pool": 1 << 20, "copy_threads": 0})
+    small(owner, "kv", "allocated", NEW)
+    address = owner.call("address")
+    threads, descriptors = owner.call("threads"), owner.call("descriptors")
+    with contextlib.ExitStack() as stack:
+        nodes = [stack.enter_context(kvferry.Node(copy_threads=1)) for _ in range(64)]
+        links = [stack.enter_context(node.link(address)) for node in nodes]
+        until(lambda: owner.call("alive") == [True] * 64, "64 links are up")
+        assert owner.call("threads") == threads <= 10
+        caches = [node.register("kv", mapped((BLOCKS, BLOCK_BYTES // 8))) for node in nodes]
+        moving = [
+            link.pull_async("kv", into=cache, timeout_ms=10_000) for link, cache in zip(links, caches, strict=True)
+        ]
+        for one, cache in zip(moving, caches, strict=True):
+            assert one.wait().transport == "map"
+            assert (cache.numpy(0) == words(NEW, BLOCKS)).all()
+        for node, cache in zip(nodes[::8], caches[::8], strict=True):
+            cache.numpy(0)[:] = words(OLD, BLOCKS)
+            (back,) = [number for number, id in enumerate(owner.call("peer_ids")) if id == node.node_id]
+            owner.call("push_over", back, "kv", "kv")
+            assert (cache.numpy(0) == words(NEW, BLOCKS)).all()
+    until(lambda: owner.call("alive") == [], "all of them are gone")
+    until(lambda: owner.call("descriptors") <= descriptors, "and their descriptors")
+
+
+def test_of_links_that_are_unlinked_none_is_left_in_the_list() -> None:
+    with kvferry.Node(listen="127.0.0.1:0") as one, kvferry.Node() as other:
+        assert one.address
+        for _ in range(100):
+            link = other.link(one.address)
+            link.unlink()
+            assert other.links == []
+            with pytest.raises(kvferry.NotLinked):
+                link.describe("kv")
+            until(lambda: one.links == [], "the other side has heard of it")
+
+
+@pytest.mark.parametrize("transport", ["map", "cma", "socket"])
+@pytest.mark.parametrize("verb", ["pull", "push"])
+@pytest.mark.parametrize("dialler", ["actor", "other"])
+def test_the_first_transfer_of_a_link_goes_as_fast_as_all_others(
+    peers: Peers, verb: str, transport: str, dialler: str
+) -> None:
+    options = {"pool": 4 << 20}
+    actor, other = peers(SIDE, options), peers(SIDE, options)
+    small(actor, "mine", WHERE[transport], NEW if verb == "push" else OLD)
+    small(other, "far", WHERE[transport], OLD if verb == "push" else NEW)
+    one, listener = (actor, other) if dialler == "actor" else (other, actor)
+    one.call("link", listener.call("address"))
+    until(lambda: listener.call("alive") == [True], "the link is up")
+    until_s = time.monotonic() + 3
+    assert actor.call("move_here", verb, "far", "mine", {0: 1}, until_s, transport) == (BLOCK_BYTES, transport)
+    destination, name = (actor, "mine") if verb == "pull" else (other, "far")
+    assert destination.call("first_words", name)[:3] == [OLD, NEW, OLD + 2]
+
+
+# --- forks and exits --------------------------------------------------------------------------------------------------
+
+
+def test_a_forked_child_finds_the_node_closed_and_its_parent_does_not_notice(peers: Peers) -> None:
+    owner, parent = peers(SIDE, {"pool": 1 << 20}), peers("test_failures_nodes:Forking", {"pool": 1 << 20})
+    for name, where in (("kv", "registered"), ("pooled", "allocated")):
+        small(owner, name, where, NEW)
+        small(parent, name, where, OLD)
+    parent.call("link", owner.call("address"))
+    parent.call("prepare", "pooled", "kv", {0: 1}, None)
+    parent.call("run_prepared", 1000)
+    for _ in range(3):
+        report = parent.call("fork_and_try_everything")
+        assert report.pop("descriptors left") == []
+        assert set(report.values()) == {"NodeClosed", "ok"}, report
+        assert [what for what, how in report.items() if how == "ok"] == ["closing", "a new node", "a view", "closed"]
+    parent.call("run_prepared", 1000)
+    assert parent.call("move", "pull", "kv", "kv", {3: 3}, time.monotonic() + 2, None)
+    assert parent.call("alive") == owner.call("alive") == [True]
+
+
+class Forking(Side):
+    def fork_and_try_everything(self) -> "dict[str, Any]":
+        reading, writing = os.pipe()
+        child = os.fork()
+        if child == 0:
+            try:
+                os.write(writing, repr(self.try_everything()).encode())
+            finally:
+                os._exit(0)
+        os.close(writing)
+        with os.fdopen(reading, "rb") as answer:
+            report = answer.read()
+        os.waitpid(child, 0)
+        found: dict[str, Any] = eval(report)
+        return found
+
+    def try_everything(self) -> "dict[str, Any]":
+        link, cache, node = self.links[0], self.caches["kv"], self.node
+        calls = {
+            "pull": lambda: link.pull("kv", into=cache),
+            "pull_async": lambda: link.pull_async("kv", into=cache),
+            "push": lambda: link.push(cache, to="kv"),
+            "push_layers": lambda: link.push_layers(cache, to="kv", tensors_per_layer=1),
+            "prepared": lambda: self.prepared.run(1000),
+            "prepare": lambda: link.prepare_pull("kv", into=cache),
+            "describe": lambda: link.describe("kv"),
+            "link": lambda: node.link(self.node.address or "127.0.0.1:1"),
+            "listen": lambda: node.listen("127.0.0.1:0"),
+            "register": lambda: node.register("more", np.zeros((2, 8))),
+            "allocate": lambda: node.allocate("more", tensors=1, shape=(1, 8), dtype="uint8"),
+            "window": lambda: cache.window(blocks=[0], access="read", ttl_ms=1000),
+            "copy": lambda: node.copy(cache, cache, blocks={0: 1}),
+            "closing": node.close,
+            "a new node": self.another_node,
+            "a view": lambda: self.caches["pooled"].numpy(0)[0, 0],
+            "closed": lambda: None if node.closed and not link.alive else 1 / 0,
+        }
+        report: dict[str, Any] = {"descriptors left": self.kvferry_descriptors()}
+        for what, call in calls.items():
+            report[what] = how_it_ends(call)
+        return report
+
+    def kvferry_descriptors(self) -> "list[str]":
+        """Of the core: a peer of these tests has no sockets, event descriptors or memory files of its own in a child."""
+        kinds = ("socket:", "anon_inode:[event", "anon_inode:[pidfd", "/memfd:kvferry", "pidfd:")
+        return [target for target in descriptor_targets() if target.startswith(kinds)]
+
+    def another_node(self) -> None:
+        with kvferry.Node(listen="127.0.0.1:0") as one, kvferry.Node() as other, other.link(one.address or "") as link:
+            one.register("kv", np.ones((2, 8)))
+            into = np.zeros((2, 8))
+            link.pull("kv", into=other.register("kv", into))
+            assert (into == 1).all()
+
+
+def how_it_ends(call: Any) -> str:
+    ends = []
+
+    def attempt() -> None:
+        try:
+            call()
+            ends.append("ok")
+        except Exception as error:  # noqa: BLE001 - whatever it is, the report names it
+            ends.append(type(error).__name__)
+
+    thread = threading.Thread(target=attempt, daemon=True)
+    thread.start()
+    thread.join(3)
+    return ends[0] if ends else "hangs"
+
+
+def descriptor_targets() -> "list[str]":
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            found.append(os.readlink(f"/proc/self/fd/{name}"))
+    return found
+
+
+@pytest.mark.parametrize("verb", ["pull", "push"])
+@pytest.mark.parametrize("end", ["normally", "closed first"])
+def test_a_process_ends_well_in_the_middle_of_transfers(peers: Peers, verb: str, end: str) -> None:
+    """`close()` of a peer raises if its process does not end with status 0 in time."""
+    options = {"pool": 64 << 20}
+    actor, other = peers(SIDE, options), peers(SIDE, options)
+    size = MOVED, 1024
+    for peer in (actor, other):
+        peer.call("cache", "kv", "registered", *size, NEW)
+    actor.call("link", other.call("address"))
+    other.stop()
+    actor.call("leave_flying", verb, "kv", "kv", 3)
+    if end == "closed first":
+        actor.call("close")
+    actor.close()
+    other.cont()
+    until(lambda: other.call("alive") == [], "the other has noticed")
+    assert other.call("unregister", "kv", timeout=2)
+
+
+# --- nothing leaks ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("who", ["dialler", "listener"])
+def test_after_many_links_transfers_and_errors_nothing_is_left_behind(peers: Peers, who: str) -> None:
+    options = {"pool": 8 << 20, "copy_threads": 2}
+    here = peers("test_failures_nodes:Busy", options)
+    there = peers(SIDE, options)
+    address = there.call("address")
+    for name, where in (("registered", "registered"), ("allocated", "allocated")):
+        there.call("cache", name, where, BLOCKS, 64 << 10, NEW)
+    here.call("a_life_with", address, 4)
+    watched = here if who == "dialler" else there
+    settled(here, there)
+    before = watched.call("left_behind")
+    here.call("a_life_with", address, 12)
+    settled(here, there)
+    until(lambda: close_to(watched.call("left_behind"), before), f"{before} again", PATIENCE_S)
+    assert there.call("statistics_of_node")["slots_open"] == 2
+
+
+def settled(*sides: Any) -> None:
+    for side in sides:
+        until(lambda: side.call("alive") == [], "its links are gone")  # noqa: B023
+
+
+def close_to(now: "dict[str, int]", before: "dict[str, int]") -> bool:
+    print(now, before)
+    return all(now[what] <= before[what] + (4 if what == "mappings" else 0) for what in before)
+
+
+class Busy(Side):
+    def a_life_with(self, address: str, rounds: int) -> None:
+        for number in range(rounds):
+            with self.node.link(address) as link:
+                self.use(link)
+                if number % 3 == 1:
+                    link.unlink()
+                if number % 3 == 2:
+                    link.unlink(force=True)
+        gc.collect()
+
+    def use(self, link: Any) -> None:
+        shape = (BLOCKS, (64 << 10) // 8)
+        with (
+            self.node.register("mine", mapped(shape)) as mine,
+            self.node.allocate("own", tensors=1, shape=shape, dtype="uint64") as own,
+        ):
+            for name in ("registered", "allocated"):
+                for transport in (None, "socket"):
+                    link.pull(name, into=mine, timeout_ms=3000, transport=transport)
+                    link.push(own, to=name, blocks={0: 0}, timeout_ms=3000, transport=transport)
+                    link.push(mine, to=name, blocks={0: 0}, timeout_ms=3000, transport=transport)
+                    self.fail(link, name, mine, transport)
+            prepared = link.prepare_pull("allocated", into=own)
+            for _ in range(3):
+                prepared.run()
+            with link.push_layers(mine, to="registered", blocks={1: 1}, tensors_per_layer=1) as push:
+                push.layer_ready(0)
+            link.push_layers(mine, to="registered", blocks={1: 1}, tensors_per_layer=1).cancel()
+            with (
+                mine.window(blocks=[1], access="read", ttl_ms=1000),
+                own.window(blocks=[1], access="write", ttl_ms=1000),
+            ):
+                pass
+
+    def fail(self, link: Any, name: str, mine: Any, transport: Any) -> None:
+        with contextlib.suppress(kvferry.CacheNotFound):
+            link.pull("no", into=mine, timeout_ms=3000, transport=transport)
+        with contextlib.suppress(kvferry.InvalidArgument):
+            link.push(mine, to=name, blocks={99: 0}, timeout_ms=3000, transport=transport)
+        for moving in (
+            link.pull_async(name, into=mine, timeout_ms=3000, transport=transport),
+            link.push_async(mine, to=name, blocks={1: 2}, timeout_ms=3000, transport=transport),
+        ):
+            moving.cancel()
+            with contextlib.suppress(kvferry.Cancelled):
+                moving.wait()
+        with contextlib.suppress(kvferry.DeadlineExceeded):
+            link.pull(name, into=mine, timeout_ms=0, transport=transport)
+
+
+def test_the_leak_test_would_see_a_leak(peers: Peers) -> None:
+    side = peers(SIDE)
+    before = side.call("left_behind")
+    side.call("cache", "kv", "registered", 16, 1 << 20, NEW)
+    assert Path(f"/proc/{side.pid}").exists()
+    assert side.call("left_behind")["mappings"] > before["mappings"]
+
+
+def test_what_a_link_was_refused_leaves_nothing_behind(peers: Peers) -> None:
+    listener = peers(SIDE, {"secret": "right"})
+    address = listener.call("address")
+    with kvferry.Node(secret="wrong") as wrong, kvferry.Node() as none:
+        for node in (wrong, none):
+            with pytest.raises(kvferry.Refused):
+                node.link(address)
+        before = listener.call("left_behind")
+        for _ in range(20):
+            for node in (wrong, none):
+                with pytest.raises(kvferry.Refused):
+                    node.link(address)
+        until(lambda: close_to(listener.call("left_behind"), before), "nothing is left")
+    error = ended(listener.call_later("link", "127.0.0.1:1"), kvferry.LinkFailed)
+    assert "127.0.0.1:1" in str(error)
