@@ -74,7 +74,7 @@ void Crew::submit_background(std::function<void()> task) {
   work_.notify_one();
 }
 
-bool Crew::wait_while_idle(int fd, short events, const Deadline& until) {
+bool Crew::wait_while_idle(int fd, short events, const Deadline& until, const std::function<bool()>& wanted) {
   adopters_.fetch_add(1, std::memory_order_seq_cst);
   bool ready = false;
   bool idle;
@@ -83,6 +83,7 @@ bool Crew::wait_while_idle(int fd, short events, const Deadline& until) {
     const std::lock_guard lock(mutex_);
     idle = tasks_.empty() && !stopping_;
   }
+  idle = idle && !(wanted && wanted());
   if (idle) {
     pollfd p[2] = {{fd, events, 0}, {event_.get(), POLLIN, 0}};
     const int n = ::poll(p, 2, static_cast<int>(std::min<std::int64_t>(until.left_ms(), 1000)));

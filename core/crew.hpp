@@ -33,8 +33,9 @@ class Crew {
   void submit_background(std::function<void()> task);  // when nothing else is to be done
   unsigned threads() const noexcept { return threads_wanted_; }
   unsigned helpers() const noexcept { return helpers_; }
-  // Waits for the descriptor, for other work, or for the deadline; true if the descriptor has something.
-  bool wait_while_idle(int fd, short events, const Deadline& until);
+  // Waits for the descriptor, for other work, or for the deadline; true if the descriptor has something. `wanted` is asked
+  // once it can be disturbed: true, and it does not wait.
+  bool wait_while_idle(int fd, short events, const Deadline& until, const std::function<bool()>& wanted = {});
   void abandon() noexcept;
 
  private:

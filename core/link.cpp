@@ -63,6 +63,8 @@ std::unique_ptr<Lane> LanePool::take(LaneUse use, Operation& operation) {
   if (best != idle_.end()) {
     auto lane = std::move(*best);
     idle_.erase(best);
+    // It may have been waiting when a lane was dialled for it just now.
+    std::erase_if(waiters_, [&](const Waiter& waiter) { return waiter.operation.get() == &operation; });
     return lane;
   }
   for (const auto& waiter : waiters_)

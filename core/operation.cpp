@@ -173,7 +173,11 @@ void Operation::take_turn(bool may_adopt) {
     const bool on_descriptor = need == Need::readable || need == Need::writable;
     const short events = need == Need::readable ? POLLIN : POLLOUT;
     // An idle copy thread waits for the socket it has just served, until there is other work.
-    if (on_descriptor && may_adopt && engine_.crew.wait_while_idle(descriptor(), events, deadline_)) continue;
+    const auto scheduled = [this] {
+      const std::lock_guard lock(mutex_);
+      return again_;
+    };
+    if (on_descriptor && may_adopt && engine_.crew.wait_while_idle(descriptor(), events, deadline_, scheduled)) continue;
     set_timer();
     try {
       if (on_descriptor) put_aside(need);
@@ -236,6 +240,12 @@ void Operation::finish(Outcome outcome, std::uint64_t bytes, Transport transport
   if (finished_.load()) return;
   const auto self = std::move(self_);  // released last
   if (lane_) break_lane();  // a step that ended well has given it back already
+  if (outcome.kind == Kind::peer_lost && link_ && !link_->alive()) {
+    // Its lane was shut because the link went down: that is the reason to tell.
+    auto why = link_->death();
+    outcome.kind = why.kind;
+    outcome.sentence = std::move(why.sentence);
+  }
   if (link_) link_->lanes.leave(*this);
   if (timer_.at_ns != 0) engine_.timers.remove(timer_);
   result_ = {std::move(outcome), bytes, now_ns() - started_ns_, transport};

@@ -10,6 +10,7 @@ import gc
 import mmap
 import os
 import random
+import resource
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -33,7 +34,7 @@ BLOCK_BYTES = 1 << 10
 MOVED = 24 << 10  # blocks: 24 MiB so finely scattered that they take several milliseconds by any transport
 NEW, OLD, REFILL = 1 << 32, 2 << 32, 3 << 32  # what a word says beside the number of its block
 PATIENCE_S = 15.0
-SETTLE_S = 0.1  # long after anything that was still under way would have come
+SETTLE_S = 0.07  # long after anything that was still under way would have come
 
 seed = int(os.environ.get("KVFERRY_TEST_SEED", "0")) or random.SystemRandom().randrange(1, 1 << 32)
 
@@ -125,6 +126,8 @@ class Side:
 
     def _link(self) -> Any:
         live = [link for link in self.links if link.alive] or self.node.links or self.links
+        if not live:
+            raise kvferry.NotLinked("the peer has dropped the link that it had opened")
         return live[-1]
 
     def move(self, verb: str, far: Any, mine: str, blocks: Any, until: float, transport: "str | None") -> Any:
@@ -143,6 +146,8 @@ class Side:
 
     def _link(self) -> Any:
         live = [link for link in self.links if link.alive] or self.node.links or self.links
+        if not live:
+            raise kvferry.NotLinked("the peer has dropped the link that it had opened")
         return live[-1]
 
     def prepare(self, source: Any, into: Any, blocks: Any, transport: "str | None") -> None:
@@ -193,6 +198,20 @@ class Side:
     def close(self) -> None:
         self.node.close()
 
+    def close_and_fill(self, name: str, value: int) -> None:
+        self.node.close()
+        self.fill(name, value)
+
+    def begin_layers(self, to: Any, mine: str, blocks: Any, timeout_ms: int, transport: str) -> None:
+        more = {"tensors_per_layer": 1, "timeout_ms": timeout_ms, "transport": transport}
+        self.layers = self._link().push_layers(self.caches[mine], to=to, blocks=blocks, **more)
+
+    def layer_ready(self, layer: int) -> None:
+        self.layers.layer_ready(layer)
+
+    def end_layers(self) -> Any:
+        return plain(self.layers.wait(5000))
+
     def unlink_by_force(self) -> None:
         self._link().unlink(force=True)
 
@@ -222,6 +241,12 @@ class Side:
 
     def descriptors(self) -> int:
         return len(os.listdir("/proc/self/fd"))
+
+    def limit_descriptors(self, most: int) -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+    def cpu_seconds(self) -> float:
+        return time.process_time()
 
     def left_behind(self) -> "dict[str, int]":
         """What grows when something is forgotten."""
@@ -343,6 +368,9 @@ CASES = (
     Case("push", "socket", "tcp", dialler="other", here=False),
     Case("push", "socket", "unix"),
 )
+
+
+FEW = tuple(case for case in CASES if case.over != "unix")  # where each test needs processes of its own
 
 
 class Ferry:
@@ -471,15 +499,22 @@ def kept(case: Case) -> Iterator[Ferry]:
         peer.close()
 
 
+def outcome(pending: Pending, timeout: float = PATIENCE_S) -> "kvferry.KvferryError | None":
+    """The error that a call has ended with; None if it ended well."""
+    try:
+        pending.result(timeout)
+    except kvferry.KvferryError as error:
+        return error
+    return None
+
+
 def ended(pending: Pending, kind: type, timeout: float = PATIENCE_S) -> Any:
     """The error of that kind with which a call has ended."""
-    try:
-        value = pending.result(timeout)
-    except kvferry.KvferryError as error:
-        assert isinstance(error, kind), f"{type(error).__name__}: {error}"
-        assert str(error)
-        return error
-    raise AssertionError(f"it ended well: {value}")
+    error = outcome(pending, timeout)
+    assert error is not None, "it ended well"
+    assert isinstance(error, kind), f"{type(error).__name__}: {error}"
+    assert str(error)
+    return error
 
 
 def until(reached: Callable[[], bool], what: str, seconds: float = PATIENCE_S, pause_s: float = 0.002) -> float:

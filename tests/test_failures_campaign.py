@@ -19,7 +19,7 @@ import kvferry
 from failure_support import CASES, NEW, OLD, PATIENCE_S, REFILL, Case, Ferry, Peers, dice, until, words
 from support import Pending
 
-CAMPAIGN_S = float(os.environ.get("KVFERRY_CAMPAIGN_S", "1.5"))
+CAMPAIGN_S = float(os.environ.get("KVFERRY_CAMPAIGN_S", "1"))
 TOGETHER = 3
 pytestmark = pytest.mark.slow
 
@@ -143,7 +143,7 @@ def start_over(ferry: Ferry, event: Callable[..., None]) -> None:
 @pytest.mark.parametrize("case", CASES[:3], ids=str)
 def test_whoever_is_killed_at_whatever_moment_the_other_goes_on(peers: Peers, case: Case) -> None:
     chance = dice()
-    for _ in range(3):
+    for _ in range(2):
         ferry = Ferry(peers, case, moved=12 << 10, copy_threads=3)
         parts = np.array_split(np.arange(ferry.moved), TOGETHER)
         flights = [Flight(ferry, part, chance) for part in parts]

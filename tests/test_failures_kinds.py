@@ -95,7 +95,7 @@ class Crossing:
         return {"allocated": "map", "registered": "cma"}[source]
 
 
-@pytest.fixture(scope="module", params=[(*kinds, way) for kinds in KINDS for way in WAYS], ids=" ".join)
+@pytest.fixture(scope="module", params=[(*kinds, way) for kinds in KINDS for way in WAYS], ids="-".join)
 def crossing(request: pytest.FixtureRequest) -> Iterator[Crossing]:
     far_kind, here_kind, way = request.param
     with Peer("test_failures_kinds:Side", far_kind, WAYS[way], NEW) as far:
@@ -245,7 +245,7 @@ def test_a_view_of_it_is_not_given(crossing: Crossing) -> None:
 BIG = 2 << 20  # bytes of a block: 32 MiB in all, many pieces
 
 
-@pytest.mark.parametrize(("far_kind", "here_kind"), KINDS[:3], ids=" ".join)
+@pytest.mark.parametrize(("far_kind", "here_kind"), KINDS[:3])
 @pytest.mark.parametrize("way", WAYS)
 def test_a_big_one_that_ends_with_its_source_has_changed_its_spans_alone(
     peers: Callable[..., Peer], far_kind: str, here_kind: str, way: str
@@ -261,8 +261,7 @@ def test_a_big_one_that_ends_with_its_source_has_changed_its_spans_alone(
         moved = of_all_tensors(blocks)
         try:
             moving.wait()
-        except kvferry.CacheNotFound as error:
-            assert error.bytes_touched
+        except kvferry.CacheNotFound:
             moved = {}
         for tensor, array in enumerate(here.read("blocks")):
             assert (array[::2] == here.contents(OLD, tensor)[::2]).all()

@@ -3,6 +3,8 @@
 import contextlib
 import gc
 import os
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -221,6 +223,9 @@ def test_a_forked_child_finds_the_node_closed_and_its_parent_does_not_notice(pee
     assert parent.call("alive") == owner.call("alive") == [True]
 
 
+CORE_DESCRIPTORS = ("socket:", "anon_inode:[event", "anon_inode:[pidfd", "/memfd:kvferry", "pidfd:")
+
+
 class Forking(Side):
     def fork_and_try_everything(self) -> "dict[str, Any]":
         reading, writing = os.pipe()
@@ -265,8 +270,18 @@ class Forking(Side):
 
     def kvferry_descriptors(self) -> "list[str]":
         """Of the core: a peer of these tests has no sockets, event descriptors or memory files of its own in a child."""
-        kinds = ("socket:", "anon_inode:[event", "anon_inode:[pidfd", "/memfd:kvferry", "pidfd:")
-        return [target for target in descriptor_targets() if target.startswith(kinds)]
+        return [target for target in descriptor_targets() if target.startswith(CORE_DESCRIPTORS)]
+
+    def descriptors_of_a_program_started(self) -> "list[str]":
+        program = (
+            "import os\n"
+            "for fd in map(int, os.listdir('/proc/self/fd')):\n"
+            "    try: print(os.readlink(f'/proc/self/fd/{fd}'))\n"
+            "    except OSError: pass\n"
+        )
+        command = [sys.executable, "-S", "-c", program]
+        found = subprocess.run(command, close_fds=False, capture_output=True, text=True, check=True).stdout.splitlines()
+        return [target for target in found if target.startswith(CORE_DESCRIPTORS)]
 
     def another_node(self) -> None:
         with kvferry.Node(listen="127.0.0.1:0") as one, kvferry.Node() as other, other.link(one.address or "") as link:
@@ -298,6 +313,57 @@ def descriptor_targets() -> "list[str]":
         with contextlib.suppress(OSError):
             found.append(os.readlink(f"/proc/self/fd/{name}"))
     return found
+
+
+def test_what_was_in_flight_when_its_process_forked_arrives(peers: Peers) -> None:
+    owner, parent = peers(SIDE), peers("test_failures_nodes:Forking")
+    for peer, value in ((owner, NEW), (parent, OLD)):
+        peer.call("cache", "kv", "registered", MOVED, 1024, value)
+    parent.call("link", owner.call("address"))
+    owner.stop()
+    whole = np.arange(MOVED)
+    moving = parent.call_later("move", "pull", "kv", "kv", (whole, whole), time.monotonic() + 20, "socket", thread=True)
+    time.sleep(0.05)
+    for _ in range(3):
+        parent.call("fork_one_that_lives_on")
+    owner.cont()
+    assert moving.result() == (MOVED * 1024, "socket")
+    assert parent.call("first_words", "kv") == [NEW + block for block in range(MOVED)]
+
+
+def test_a_program_that_is_started_inherits_no_descriptor_of_the_core(peers: Peers) -> None:
+    owner, parent = peers(SIDE, {"pool": 1 << 20}), peers("test_failures_nodes:Forking", {"pool": 1 << 20})
+    for peer in (owner, parent):
+        small(peer, "kv", "allocated", NEW)
+    parent.call("link", owner.call("address"))
+    parent.call("move", "pull", "kv", "kv", {0: 1}, time.monotonic() + 2, None)
+    assert parent.call("descriptors_of_a_program_started") == []
+
+
+def test_a_process_without_descriptors_refuses_links_and_takes_them_again(peers: Peers) -> None:
+    owner = peers(SIDE)
+    small(owner, "kv", "registered", NEW)
+    address = owner.call("address")
+    owner.call("limit_descriptors", owner.call("descriptors") + 8)
+    with contextlib.ExitStack() as stack:
+        failed = 0
+        for _ in range(6):
+            node = stack.enter_context(kvferry.Node(copy_threads=1))
+            mine = node.register("kv", mapped((BLOCKS, BLOCK_BYTES // 8)))
+            try:
+                link = stack.enter_context(node.link(address, 300))
+                link.pull("kv", into=mine, timeout_ms=300)
+            except kvferry.KvferryError:
+                failed += 1
+        print(failed, "of 6 failed")
+        assert 0 < failed < 6
+        before = owner.call("cpu_seconds")
+        time.sleep(0.3)
+        assert owner.call("cpu_seconds") - before < 0.1  # it does not turn round and round meanwhile
+    until(lambda: owner.call("alive") == [], "all of them are gone")
+    with kvferry.Node() as node, node.link(address) as link:
+        mine = node.register("kv", mapped((BLOCKS, BLOCK_BYTES // 8)))
+        link.pull("kv", into=mine, timeout_ms=2000)
 
 
 @pytest.mark.parametrize("verb", ["pull", "push"])

@@ -6,15 +6,13 @@ then falls into the transfer for certain; two tests strike while it runs.
 
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
 import kvferry
-from failure_support import CASES, OLD, REFILL, Ferry, Peers, dice, ended, kept, until
-from support import Peer
+from failure_support import CASES, FEW, OLD, REFILL, Ferry, Peers, dice, ended, kept, outcome, until
 
-DEADLINE_MS = 300
+DEADLINE_MS = 250
 SLACK_S = 0.3
 
 
@@ -29,9 +27,12 @@ def ferry(shared: Ferry) -> Ferry:
     return shared
 
 
-@pytest.fixture(params=CASES, ids=str)
+@pytest.fixture
 def mortal(request: pytest.FixtureRequest, peers: Peers) -> Ferry:
     return Ferry(peers, request.param)
+
+
+of_few = pytest.mark.parametrize("mortal", FEW, ids=str, indirect=True)
 
 
 def one_sided(ferry: Ferry) -> bool:
@@ -103,7 +104,7 @@ def test_what_the_caller_ends_in_the_middle_writes_nothing_more(ferry: Ferry, by
     chance, ends = dice(), []
     pulls = ferry.actor is ferry.destination
     mine, then_fill = ("destination", ("destination", REFILL)) if pulls else ("source", None)
-    for _ in range(3):
+    for _ in range(2):
         after_ms = chance.uniform(0.5, 8)
         when = (after_ms / 1000, 20_000) if by == "cancelled" else (0.02, int(after_ms))
         how = ferry.actor.call(
@@ -124,6 +125,7 @@ def test_what_the_caller_ends_in_the_middle_writes_nothing_more(ferry: Ferry, by
 # --- killed -----------------------------------------------------------------------------------------------------------
 
 
+@of_few
 def test_a_source_killed_in_the_middle_is_a_lost_peer(mortal: Ferry) -> None:
     moving = mortal.stopped_in_the_middle(mortal.destination)
     mortal.source.kill()
@@ -137,6 +139,7 @@ def test_a_source_killed_in_the_middle_is_a_lost_peer(mortal: Ferry) -> None:
     mortal.nothing_changes()
 
 
+@of_few
 def test_a_destination_killed_in_the_middle_is_a_lost_peer(mortal: Ferry) -> None:
     moving = mortal.stopped_in_the_middle(mortal.destination)
     mortal.destination.kill()
@@ -147,16 +150,16 @@ def test_a_destination_killed_in_the_middle_is_a_lost_peer(mortal: Ferry) -> Non
     assert mortal.source.call("unregister", "source", timeout=2)
 
 
+@pytest.mark.parametrize("mortal", CASES[:3], ids=str, indirect=True)
 def test_a_source_killed_while_bytes_run_gives_all_of_them_or_an_error(mortal: Ferry) -> None:
     moving = mortal.start()
     until(lambda: mortal.memory.word(1) != OLD + 1, "a first byte comes", pause_s=0)
     mortal.source.kill()
     if mortal.actor is mortal.destination:
-        try:
-            moving.result()
+        error = outcome(moving)
+        if error is None:
             mortal.all_arrived()
-        except kvferry.PeerLost as error:
-            assert error.bytes_touched
+        assert error is None or isinstance(error, kvferry.PeerLost)
     until(lambda: mortal.lost(mortal.destination), "the link is down", 2)
     mortal.nothing_outside_changed()
     mortal.refill()

@@ -139,11 +139,12 @@ class Twice {
 
 // Memory that its caller owns, registered.
 struct Owned {
+  Registry& registry;
   std::vector<std::vector<std::uint64_t>> memory;
   std::vector<std::unique_ptr<Twice>> twice;
   std::shared_ptr<Cache> cache;
 
-  Owned(Registry& registry, const Shape& shape, const Keys& keys = {}, KindId kind = host_kind) {
+  Owned(Registry& of_node, const Shape& shape, const Keys& keys = {}, KindId kind = host_kind) : registry(of_node) {
     Geometry geometry;
     geometry.name = shape.name;
     geometry.layout = shape.layout;
@@ -166,6 +167,9 @@ struct Owned {
     }
     cache = registry.add(geometry, kind, keys);
   }
+  ~Owned() { registry.remove(id()); }  // before its memory goes, as everybody must
+  Owned(const Owned&) = delete;
+  Owned& operator=(const Owned&) = delete;
   std::uint64_t id() const { return cache->geometry.cache_id; }
 };
 

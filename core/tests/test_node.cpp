@@ -147,31 +147,29 @@ static void unlinking_while_operations_run() {
 
 static void closing_while_operations_run() {
   for (const bool asynchronous : {false, true}) {
-    auto frozen = std::make_unique<Frozen>();
-    Owned to(frozen->node.registry(), {"to"}), from(frozen->node.registry(), {"from"});
-    std::vector<std::shared_ptr<Operation>> operations;
+    std::vector<std::shared_ptr<Operation>> operations;  // they outlive their node
+    Frozen frozen;
+    Owned to(frozen.node.registry(), {"to"}), from(frozen.node.registry(), {"from"});
     std::vector<std::thread> threads;
     for (int i = 0; i < 6; ++i) {
       if (i % 2 == 0)
-        operations.push_back(slow_pull(frozen->node, frozen->link, *to.cache));
+        operations.push_back(slow_pull(frozen.node, frozen.link, *to.cache));
       else
-        operations.push_back(frozen->node.push(frozen->link, from.id(), by_name("x"), whole(), Deadline::after_ms(10'000), any_transport));
+        operations.push_back(frozen.node.push(frozen.link, from.id(), by_name("x"), whole(), Deadline::after_ms(10'000), any_transport));
       if (asynchronous)
         operations.back()->start();
       else
         threads.emplace_back([operation = operations.back()] { operation->run_here(); });
     }
-    CHECK(eventually([&] { return frozen->link->operations() == 6; }));
+    CHECK(eventually([&] { return frozen.link->operations() == 6; }));
     const auto began = now_ns();
-    frozen->node.close();
+    frozen.node.close();
     CHECK(now_ns() - began < 500'000'000);
     for (auto& thread : threads) thread.join();
     for (const auto& operation : operations) {
       CHECK(operation->done() && operation->result().outcome.kind == Kind::closed);
       CHECK(operation->result().outcome.sentence.find("closed") != std::string::npos);
     }
-    frozen.reset();
-    operations.clear();  // after their node
   }
 }
 

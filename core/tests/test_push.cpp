@@ -181,7 +181,7 @@ static void layers_leave_in_the_order_of_the_list_and_never_early() {
   pair.make_pools();
   const Shape shape{"", 8, 6, 4096};
   const auto pool = allocated(pair.here->registry(), shape);
-  Owned owned(pair.here->registry(), shape), to(pair.there->registry(), {"to", 8, 6, 4096});
+  Owned owned(pair.here->registry(), {"", 8, 6, 4096, 0, Layout::mixed, true}), to(pair.there->registry(), {"to", 8, 6, 4096});
   for (const auto& [from, transports] : {std::pair{pool, by_map}, {owned.cache, by_cma}, {owned.cache, by_socket}}) {
     fill(*to.cache, 1), fill(*from, 2);
     const auto push = pair.here->push_layers(pair.link, from->geometry.cache_id, by_name("to"), blocks({0, 3}, {5, 1}), {2, 0, 3}, {1, 3, 2}, 2,
