@@ -118,7 +118,11 @@ def test_what_the_caller_ends_in_the_middle_writes_nothing_more(ferry: Ferry, by
         ferry.refill(OLD)
     print(ends)
     # Only of a receiver in another process can it be unknown whether it has stopped.
-    assert set(ends) <= {"arrived", f"{by} settled", f"{by} touched settled", *([] if pulls else [f"{by} touched"])}
+    # A deadline of some ms may be seen only when the call is cancelled 20 ms later, on a machine that is busy.
+    allowed = {"arrived"}
+    for kind in {by, "cancelled"}:
+        allowed |= {f"{kind} settled", f"{kind} touched settled", *([] if pulls else [f"{kind} touched"])}
+    assert set(ends) <= allowed
     ferry.goes_on()
 
 
