@@ -44,12 +44,14 @@ static void what_a_step_throws_is_its_outcome() {
 static void no_wake_up_is_lost() {
   Alone alone;
   for (const bool here : {true, false}) {
-    const auto began = now_ns();
+    int slow = 0;  // as if it had waited for a timeout: none should, but the machine may be busy
     for (int i = 0; i < 1000; ++i) {
+      std::int64_t said_ns = 0;
       const auto one = script(alone, until_flag);
       std::thread other([&] {
         for (int k = 0; k < i % 100; ++k) std::this_thread::yield();
         one->flag = true;
+        said_ns = now_ns();
         one->schedule();
       });
       if (here)
@@ -57,9 +59,11 @@ static void no_wake_up_is_lost() {
       else
         one->start();
       CHECK(one->wait(Deadline::after_ms(3000)) && one->result().outcome.ok() && one->ends == 1);
+      const auto heard_ns = now_ns();
       other.join();
+      slow += heard_ns - said_ns > 190'000'000;
     }
-    CHECK(now_ns() - began < 4'000'000'000);  // not one of them waited for a timeout
+    CHECK(slow < 5);
   }
 }
 
