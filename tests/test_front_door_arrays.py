@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import kvferry
 from kvferry import InvalidArgument, Unsupported, dlpack
 from kvferry.arrays import element, recognise, recognise_group, view
 
@@ -315,3 +316,9 @@ def test_torch_by_dlpack_alone_tells_bfloat16() -> None:
     tensor = torch.arange(8, dtype=torch.bfloat16).reshape(2, 4)
     memory = recognise(Dlpack(tensor), "kv")
     assert (memory.address, memory.dtype, memory.unit_bytes) == (tensor.data_ptr(), "bfloat16", 8)
+
+
+@pytest.mark.parametrize("dtype", [object, ">f4", "U3", [("a", "f4")], None, "float8_banana", "no such"])
+def test_only_numbers_in_native_order_are_allocated(dtype: Any) -> None:
+    with kvferry.Node(pool=1 << 20) as node, pytest.raises(kvferry.InvalidArgument, match="element type"):
+        node.allocate("kv", tensors=1, shape=(2, 4), dtype=dtype)

@@ -118,6 +118,21 @@ def recognise(array: Any, cache: str, index: int = 0) -> Memory:
     )
 
 
+# The names that torch and ml_dtypes give them.
+_FLOAT8 = frozenset(
+    (
+        "float8_e4m3fn",
+        "float8_e5m2",
+        "float8_e4m3fnuz",
+        "float8_e5m2fnuz",
+        "float8_e8m0fnu",
+        "float8_e4m3",
+        "float8_e3m4",
+    )
+    + ("float8_e4m3b11fnuz",)
+)
+
+
 def element(dtype: object) -> tuple[str, int]:
     """Name and size in bytes of an element type given as a string, a numpy or a torch dtype.
 
@@ -126,14 +141,17 @@ def element(dtype: object) -> tuple[str, int]:
     """
     is_torch = type(dtype).__module__.partition(".")[0] == "torch"
     name = str(dtype).removeprefix("torch.") if is_torch or isinstance(dtype, str) else ""
-    if name == "bfloat16" or name.startswith("float8_"):
+    if name == "bfloat16" or name in _FLOAT8:
         return name, 2 if name == "bfloat16" else 1
     try:
-        known: np.dtype[Any] = np.dtype(name or dtype)  # type: ignore[call-overload]
+        known: np.dtype[Any] | None = None if dtype is None else np.dtype(name or dtype)  # type: ignore[call-overload]
     except TypeError:
+        known = None
+    # Numbers only, in this machine's byte order: objects are pointers, which mean nothing in another process.
+    if known is None or known.kind not in "biufc" or not known.isnative:
         raise InvalidArgument(
-            f"{dtype!r} is no element type; give a name such as 'bfloat16', or a numpy or torch dtype"
-        ) from None
+            f"{dtype!r} is no element type of tensors; give a name such as 'bfloat16', or a numpy or torch dtype of numbers"
+        )
     return known.name, known.itemsize
 
 
