@@ -15,6 +15,7 @@
 #include "../core/copier.hpp"
 #include "../core/host.hpp"
 #include "../core/node.hpp"
+#include "gil.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -29,20 +30,28 @@ nb::object& error_factory() {
   return *factory;
 }
 
+// In plain C calls, between which and the unwinding of a thread that an interpreter's end takes away (gil.hpp) stands
+// nothing that may not throw.
 void raise(const Error& error) {
   const auto& outcome = error.outcome();
-  nb::gil_scoped_acquire gil;
-  if (!error_factory().is_valid() || error_factory().is_none()) {
+  PyObject* factory = error_factory().ptr();
+  if (factory == nullptr || factory == Py_None) {
     PyErr_SetString(PyExc_RuntimeError, outcome.sentence.c_str());
     return;
   }
+  const std::string kind(kind_name(outcome.kind));
   try {
-    nb::object exception = error_factory()(nb::str(std::string(kind_name(outcome.kind)).c_str()), outcome.sentence, "peer"_a = error.peer,
-                                           "cache"_a = error.cache, "operation"_a = error.operation, "bytes_touched"_a = outcome.touched,
-                                           "destination_settled"_a = outcome.settled);
-    PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(exception.ptr())), exception.ptr());
-  } catch (nb::python_error& inner) {
-    inner.restore();
+    PyObject* positional = Py_BuildValue("(ss)", kind.c_str(), outcome.sentence.c_str());
+    PyObject* named = Py_BuildValue("{s:s,s:s,s:s,s:O,s:O}", "peer", error.peer.c_str(), "cache", error.cache.c_str(), "operation",
+                                    error.operation.c_str(), "bytes_touched", outcome.touched ? Py_True : Py_False, "destination_settled",
+                                    outcome.settled ? Py_True : Py_False);
+    PyObject* exception = positional != nullptr && named != nullptr ? PyObject_Call(factory, positional, named) : nullptr;
+    Py_XDECREF(positional);
+    Py_XDECREF(named);
+    if (exception != nullptr) PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(exception)), exception);
+    Py_XDECREF(exception);
+  } catch (abi::__forced_unwind&) {
+    stand_still();
   }
 }
 
@@ -173,9 +182,9 @@ Done run(Operation& operation, bool keep_gil) {
   Result result;
   bool interrupted = false;
   {
-    nb::gil_scoped_release release;
+    const WithoutGil released;
     result = operation.run_here([&interrupted] {  // asked about five times a second: Ctrl-C ends a long wait
-      nb::gil_scoped_acquire gil;
+      const WithGil held;
       return interrupted = interrupted || PyErr_CheckSignals() != 0;
     });
   }
@@ -191,7 +200,7 @@ Done pull(PyLink& self, const Target& target, std::uint64_t into, std::shared_pt
 
 PyTransfer started(const std::shared_ptr<Node>& node, std::shared_ptr<Operation> operation) {
   {
-    nb::gil_scoped_release release;
+    const WithoutGil released;
     operation->start();
   }
   return {node, std::move(operation)};
@@ -329,7 +338,7 @@ NB_MODULE(_core, m) {
         const auto until = deadline_of(timeout_ms);
         bool done;
         {
-          nb::gil_scoped_release release;
+          const WithoutGil released;
           done = self.operation->wait(until);
         }
         if (!done)
@@ -338,7 +347,7 @@ NB_MODULE(_core, m) {
         return done_of(*self.operation, self.operation->result());
       }, "timeout_ms"_a)
       .def("cancel", [](PyTransfer& self) {
-        nb::gil_scoped_release release;
+        const WithoutGil released;
         const bool was_running = !self.operation->done();
         self.operation->cancel();
         self.operation->wait(Deadline::after_ms(60'000));  // the piece in hand
@@ -349,11 +358,11 @@ NB_MODULE(_core, m) {
   nb::class_<PyLayerPush>(m, "LayerPush")
       .def("layer_ready", [](PyLayerPush& self, std::int64_t layer) {
         const auto number = small_unsigned(layer, "a layer");
-        nb::gil_scoped_release release;
+        const WithoutGil released;
         self.push->layer_ready(number);
       })
       .def("cancel", [](PyLayerPush& self) {
-        nb::gil_scoped_release release;
+        const WithoutGil released;
         const bool was_running = !self.push->done();
         self.push->cancel();
         self.push->wait(Deadline::after_ms(60'000));
@@ -392,21 +401,21 @@ NB_MODULE(_core, m) {
         auto push = self.node->push_layers(self.link, source, target, std::move(moves), std::move(from), std::move(to),
                                            small_unsigned(tensors_per_layer, "tensors_per_layer"), checked_timeout(timeout_ms), transports_of(transport));
         {
-          nb::gil_scoped_release release;
+          const WithoutGil released;
           push->start();
         }
         return PyLayerPush{self.node, std::move(push)};
       }, "source"_a, "target"_a, "moves"_a, "layers"_a, "tensors_per_layer"_a, "destination_layers"_a, "timeout_ms"_a, "transport"_a = 0)
       .def("prepare_pull", [](PyLink& self, const Target& target, std::uint64_t into, std::shared_ptr<const Moves> moves, std::int64_t timeout_ms, int transport) {
         const auto deadline = deadline_of(timeout_ms);
-        nb::gil_scoped_release release;
+        const WithoutGil released;
         return PyPrepared{self.node, self.node->prepare(self.link, target, into, std::move(moves), deadline, transports_of(transport))};
       }, "target"_a, "into"_a, "moves"_a, "timeout_ms"_a, "transport"_a = 0)
       .def("describe", [](PyLink& self, const Target& target, std::int64_t timeout_ms) {
         const auto deadline = deadline_of(timeout_ms);
         std::pair<std::shared_ptr<const Source>, Transport> found;
         {
-          nb::gil_scoped_release release;
+          const WithoutGil released;
           found = self.node->describe(self.link, target, deadline);
         }
         const auto& g = found.first->geometry;
@@ -432,7 +441,7 @@ NB_MODULE(_core, m) {
       }, "target"_a, "timeout_ms"_a)
       .def("unlink", [](PyLink& self, std::int64_t timeout_ms, bool force) {
         const auto deadline = deadline_of(timeout_ms);
-        nb::gil_scoped_release release;
+        const WithoutGil released;
         self.node->unlink(self.link, deadline, force);
       }, "timeout_ms"_a, "force"_a = false)
       .def("statistics", &statistics_of);
@@ -458,23 +467,23 @@ NB_MODULE(_core, m) {
       .def_prop_ro("node_id", [](PyNode& self) { return self.node->id(); })
       .def_prop_ro("closed", [](PyNode& self) { return self.node->closed(); })
       .def("close", [](PyNode& self) {
-        nb::gil_scoped_release release;
+        const WithoutGil released;
         self.node->close();
       })
       .def("listen", [](PyNode& self, const std::string& host, int port) {
         if (port < 0 || port > 65535) throw Error(Kind::invalid_argument, "a port lies in 0 .. 65535, not " + std::to_string(port));
-        nb::gil_scoped_release release;
+        const WithoutGil released;
         const auto endpoint = self.node->listen(host, static_cast<std::uint16_t>(port));
         return std::pair<std::string, int>(endpoint.host, endpoint.port);
       }, "host"_a, "port"_a)
       .def("stop_listening", [](PyNode& self) {
-        nb::gil_scoped_release release;
+        const WithoutGil released;
         self.node->stop_listening();
       })
       .def("connect", [](PyNode& self, const std::string& host, int port, std::int64_t timeout_ms) {
         if (port < 0 || port > 65535) throw Error(Kind::invalid_argument, "a port lies in 0 .. 65535, not " + std::to_string(port));
         const auto deadline = deadline_of(timeout_ms);
-        nb::gil_scoped_release release;
+        const WithoutGil released;
         return PyLink{self.node, self.node->connect(host, static_cast<std::uint16_t>(port), deadline)};
       }, "host"_a, "port"_a, "timeout_ms"_a)
       .def("links", [](PyNode& self) {
@@ -484,7 +493,7 @@ NB_MODULE(_core, m) {
       })
       .def("next_event", [](PyNode& self, std::int64_t timeout_ms) {
         checked_timeout(timeout_ms);
-        nb::gil_scoped_release release;
+        const WithoutGil released;
         return self.node->next_event(timeout_ms);
       }, "timeout_ms"_a)
       .def("register_cache", [](PyNode& self, std::string name, const std::string& kind, int layout, std::vector<std::uint64_t> addresses,
@@ -522,18 +531,18 @@ NB_MODULE(_core, m) {
       }, "cache_id"_a)
       .def("unregister_cache", [](PyNode& self, std::uint64_t cache_id) {
         auto& registry = self.node->registry();
-        nb::gil_scoped_release release;
+        const WithoutGil released;
         return registry.remove(cache_id);
       }, "cache_id"_a)
       .def("deallocate_cache", [](PyNode& self, std::uint64_t cache_id) {
         auto& registry = self.node->registry();
-        nb::gil_scoped_release release;
+        const WithoutGil released;
         return registry.deallocate(cache_id);
       }, "cache_id"_a)
       .def("remove_key", [](PyNode& self, const KeyTuple& key) {
         auto& registry = self.node->registry();
         const auto named = key_of(key);
-        nb::gil_scoped_release release;
+        const WithoutGil released;
         return registry.remove_key(named);
       }, "key"_a)
       .def("cache_ids", [](PyNode& self) { return self.node->registry().cache_ids(); })
@@ -546,11 +555,11 @@ NB_MODULE(_core, m) {
       .def("close_window", [](PyNode& self, nb::bytes name) {
         auto& registry = self.node->registry();
         const std::string text(name.c_str(), name.size());
-        nb::gil_scoped_release release;
+        const WithoutGil released;
         return registry.close_window(text);
       }, "name"_a)
       .def("copy", [](PyNode& self, std::uint64_t source, std::uint64_t destination, std::shared_ptr<const Moves> moves) {
-        nb::gil_scoped_release release;
+        const WithoutGil released;
         const auto result = self.node->copy(source, destination, *moves);
         return Done{result.bytes, result.nanoseconds, result.transport};
       }, "source"_a, "destination"_a, "moves"_a)
