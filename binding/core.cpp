@@ -25,34 +25,39 @@ namespace {
 
 // ---- errors
 
-nb::object& error_factory() {
-  static nb::object* factory = new nb::object();  // never destroyed: the interpreter may be gone by then
-  return *factory;
-}
+PyObject* error_classes = nullptr;  // kind -> class; never given back: the interpreter may be gone by then
 
-// In plain C calls, between which and the unwinding of a thread that an interpreter's end takes away (gil.hpp) stands
-// nothing that may not throw.
+// Makes the exception without running any Python. Raising happens inside a C++ handler, and a thread that an ending
+// interpreter takes away there (gil.hpp) could not be held: Python code would have to give the GIL up and come back for it.
 void raise(const Error& error) {
   const auto& outcome = error.outcome();
-  PyObject* factory = error_factory().ptr();
-  if (factory == nullptr || factory == Py_None) {
-    PyErr_SetString(PyExc_RuntimeError, outcome.sentence.c_str());
+  const std::string kind(kind_name(outcome.kind));
+  PyObject* type = error_classes == nullptr ? nullptr : PyDict_GetItemString(error_classes, kind.c_str());
+  PyObject* sentence = PyUnicode_DecodeUTF8(outcome.sentence.data(), static_cast<Py_ssize_t>(outcome.sentence.size()), "replace");
+  if (sentence == nullptr) return;
+  if (type == nullptr) {
+    PyErr_SetObject(PyExc_RuntimeError, sentence);
+    Py_DECREF(sentence);
     return;
   }
-  const std::string kind(kind_name(outcome.kind));
-  try {
-    PyObject* positional = Py_BuildValue("(ss)", kind.c_str(), outcome.sentence.c_str());
-    PyObject* named = Py_BuildValue("{s:s,s:s,s:s,s:O,s:O}", "peer", error.peer.c_str(), "cache", error.cache.c_str(), "operation",
-                                    error.operation.c_str(), "bytes_touched", outcome.touched ? Py_True : Py_False, "destination_settled",
-                                    outcome.settled ? Py_True : Py_False);
-    PyObject* exception = positional != nullptr && named != nullptr ? PyObject_Call(factory, positional, named) : nullptr;
-    Py_XDECREF(positional);
-    Py_XDECREF(named);
-    if (exception != nullptr) PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(exception)), exception);
-    Py_XDECREF(exception);
-  } catch (abi::__forced_unwind&) {
-    stand_still();
-  }
+  PyObject* arguments = PyTuple_Pack(1, sentence);
+  Py_DECREF(sentence);
+  auto* base = reinterpret_cast<PyTypeObject*>(PyExc_BaseException);
+  PyObject* exception = arguments == nullptr ? nullptr : base->tp_new(reinterpret_cast<PyTypeObject*>(type), arguments, nullptr);
+  Py_XDECREF(arguments);
+  if (exception == nullptr) return;
+  const auto set = [exception](const char* name, PyObject* value) {
+    if (value != nullptr) PyObject_SetAttrString(exception, name, value);
+    Py_XDECREF(value);
+  };
+  const auto text = [](const std::string& s) { return PyUnicode_DecodeUTF8(s.data(), static_cast<Py_ssize_t>(s.size()), "replace"); };
+  set("peer", text(error.peer));
+  set("cache", text(error.cache));
+  set("operation", text(error.operation));
+  set("bytes_touched", PyBool_FromLong(outcome.touched));
+  set("destination_settled", PyBool_FromLong(outcome.settled));
+  PyErr_SetObject(type, exception);
+  Py_DECREF(exception);
 }
 
 // ---- arguments
@@ -254,7 +259,7 @@ NB_MODULE(_core, m) {
   m.attr("READ") = 1;
   m.attr("WRITE") = 2;
   m.attr("WIRE_VERSION") = static_cast<int>(wire::version);
-  m.def("set_error_factory", [](nb::object factory) { error_factory() = std::move(factory); });
+  m.def("set_error_classes", [](nb::dict by_kind) { error_classes = by_kind.inc_ref().ptr(); });
   m.def("enable_test_kind", &enable_test_kind);
   m.def("test_kind_allocate", &test_kind_allocate);
   m.def("test_kind_read", [](std::uint64_t address, std::size_t bytes) {

@@ -105,8 +105,7 @@ def test_there_are_sixteen_kinds() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_the_core_has_its_class_at_the_top(kind: str) -> None:
-    error = errors.from_core(
-        kind,
+    error = errors.BY_KIND[kind](
         "it went wrong",
         peer="node 7",
         cache="cache 3",
@@ -130,15 +129,24 @@ def test_an_error_of_the_front_door_has_touched_nothing() -> None:
     assert (error.peer, error.cache, error.operation) == ("", "", "")
 
 
-def test_an_unknown_kind_is_an_internal_error() -> None:
-    assert type(errors.from_core("new", "?")) is kvferry.InternalError
-
-
 def test_errors_travel_between_processes_whole() -> None:
-    error = errors.from_core("deadline", "time was up", peer="node 7", bytes_touched=True, destination_settled=False)
+    error = kvferry.DeadlineExceeded("time was up", peer="node 7", bytes_touched=True, destination_settled=False)
     copy = pickle.loads(pickle.dumps(error))
     assert type(copy) is kvferry.DeadlineExceeded
     assert (str(copy), vars(copy)) == (str(error), vars(error))
+
+
+def test_what_the_core_raises_is_whole() -> None:
+    with kvferry.Node() as node, pytest.raises(kvferry.CacheNotFound) as caught:
+        node._core.open_window(7, [0], 1, 1000)
+    assert "7" in str(caught.value)
+    assert vars(caught.value) == {
+        "peer": "",
+        "cache": "",
+        "operation": "",
+        "bytes_touched": False,
+        "destination_settled": True,
+    }
 
 
 # --- records -------------------------------------------------------------------------------------------------------

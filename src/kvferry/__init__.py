@@ -8,6 +8,7 @@ from kvferry import _core
 from kvferry._core import Done
 from kvferry.cache import Cache
 from kvferry.errors import (
+    BY_KIND,
     AddressInUse,
     AlreadyExists,
     AlreadyLinked,
@@ -25,7 +26,6 @@ from kvferry.errors import (
     PeerLost,
     Refused,
     Unsupported,
-    from_core,
 )
 from kvferry.layers import LayerPush
 from kvferry.link import Link
@@ -72,5 +72,5 @@ __all__ = [
     "Window",
 ]
 
-_core.set_error_factory(from_core)
-del from_core
+_core.set_error_classes(BY_KIND)
+del BY_KIND

@@ -4,7 +4,7 @@ The core knows caches, rows, blocks, keys, windows, links and bytes. It does not
 any engine. ``kvferry`` is the only caller; every name here may change between releases.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, final
 
 import numpy as np
@@ -23,13 +23,12 @@ WRITE: Final[int]  # 2
 
 WIRE_VERSION: Final[int]
 
-# The error bridge: the core raises whatever this factory returns.
-ErrorFactory = Callable[..., BaseException]
-# called as factory(kind, sentence, peer=str, cache=str, operation=str, bytes_touched=bool, destination_settled=bool)
-# kind is one of: invalid_argument not_found not_linked already_linked link_failed refused peer_lost deadline
-# cancelled closed busy out_of_memory address_in_use unsupported exists internal
+def set_error_classes(by_kind: Mapping[str, type[Exception]]) -> None:
+    """What the core raises for each kind of error: an instance made without running its ``__init__`` or any other Python,
+    with ``args`` (the sentence,) and the attributes peer, cache, operation, bytes_touched, destination_settled. Kinds:
+    invalid_argument not_found not_linked already_linked link_failed refused peer_lost deadline cancelled closed busy
+    out_of_memory address_in_use unsupported exists internal."""
 
-def set_error_factory(factory: ErrorFactory) -> None: ...
 def enable_test_kind() -> None:
     """Make memory kind ``test:0`` known to this process (its pages are PROT_NONE except inside its copier)."""
 

@@ -1,8 +1,8 @@
 """What can go wrong, named by what the caller can do about it.
 
 Every error of kvferry is a :class:`KvferryError`. It says which peer, cache and operation it is about and, for transfers,
-what is known about the bytes. This module knows nothing of the core: the core is handed :func:`from_core` once, at import,
-and raises whatever it returns.
+what is known about the bytes. This module knows nothing of the core: the core is handed ``BY_KIND`` once, at import, and
+makes the exceptions itself, without running any Python.
 """
 
 from typing import ClassVar
@@ -159,24 +159,4 @@ class InternalError(KvferryError):
     kind = "internal"
 
 
-_BY_KIND: dict[str, type[KvferryError]] = {error.kind: error for error in KvferryError.__subclasses__()}
-
-
-def from_core(
-    kind: str,
-    sentence: str,
-    peer: str = "",
-    cache: str = "",
-    operation: str = "",
-    bytes_touched: bool = False,
-    destination_settled: bool = True,
-) -> KvferryError:
-    """The exception that the core raises for one of its kinds; an unknown kind is an :class:`InternalError`."""
-    return _BY_KIND.get(kind, InternalError)(
-        sentence,
-        peer=peer,
-        cache=cache,
-        operation=operation,
-        bytes_touched=bytes_touched,
-        destination_settled=destination_settled,
-    )
+BY_KIND: dict[str, type[KvferryError]] = {error.kind: error for error in KvferryError.__subclasses__()}
