@@ -42,6 +42,7 @@ void LanePool::hand_out(std::unique_ptr<Lane> lane, std::vector<std::shared_ptr<
   for (auto it = waiters_.begin(); it != waiters_.end(); ++it) {
     if (!fits(*lane, it->use)) continue;
     it->operation->granted_ = std::move(lane);
+    it->operation->waits_for_lane_ = false;
     to_schedule.push_back(std::move(it->operation));
     waiters_.erase(it);
     return;
@@ -63,13 +64,12 @@ std::unique_ptr<Lane> LanePool::take(LaneUse use, Operation& operation) {
   if (best != idle_.end()) {
     auto lane = std::move(*best);
     idle_.erase(best);
-    // It may have been waiting when a lane was dialled for it just now.
-    std::erase_if(waiters_, [&](const Waiter& waiter) { return waiter.operation.get() == &operation; });
+    leave_queue(operation);  // it may have been waiting when a lane was dialled for it just now
     return lane;
   }
-  for (const auto& waiter : waiters_)
-    if (waiter.operation.get() == &operation) return nullptr;
+  if (operation.waits_for_lane_) return nullptr;
   waiters_.push_back({operation.shared_from_this(), use});
+  operation.waits_for_lane_ = true;
   return nullptr;
 }
 
@@ -77,7 +77,8 @@ std::unique_ptr<Lane> LanePool::take(LaneUse use, Operation& operation) {
 void LanePool::open_missing(std::unique_lock<std::mutex>&, LaneUse use) {
   while (dial_ && (use == LaneUse::push ? !push_open_ : for_pulls() < lanes_)) {
     auto lane = dial_(use == LaneUse::push ? use : small_open_ ? LaneUse::bulk : LaneUse::small);
-    if (!lane) return;  // the next operation tries again
+    dial_failed_ = !lane;
+    if (!lane) return;  // the next operation tries again, or one that waits
     note_open(*lane);
     idle_.push_back(std::move(lane));
   }
@@ -121,11 +122,17 @@ void LanePool::lost(std::unique_ptr<Lane> lane) {
   for (auto& operation : to_schedule) operation->schedule();
 }
 
+// Precondition: locked. Thousands may be waiting: nobody who does not is looked for among them.
+void LanePool::leave_queue(Operation& operation) {
+  if (!std::exchange(operation.waits_for_lane_, false)) return;
+  std::erase_if(waiters_, [&](const Waiter& waiter) { return waiter.operation.get() == &operation; });
+}
+
 void LanePool::leave(Operation& operation) {
   std::unique_ptr<Lane> granted;
   {
     const std::lock_guard lock(mutex_);
-    std::erase_if(waiters_, [&](const Waiter& waiter) { return waiter.operation.get() == &operation; });
+    leave_queue(operation);
     granted = std::move(operation.granted_);
   }
   if (granted) give(std::move(granted));
@@ -143,6 +150,11 @@ void LanePool::close() {
     waiters.swap(waiters_);
   }
   for (auto& waiter : waiters) waiter.operation->schedule();
+}
+
+bool LanePool::missing_some() const {
+  const std::lock_guard lock(mutex_);
+  return dial_failed_;
 }
 
 unsigned LanePool::open_lanes() const {

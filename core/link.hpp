@@ -44,6 +44,7 @@ class LanePool {
   void leave(Operation& operation);       // out of the queue; a lane granted meanwhile goes on to the next
   void close();
   unsigned open_lanes() const;
+  bool missing_some() const;  // this side could not open a lane that it wanted
   std::uint64_t resets() const noexcept { return resets_.load(); }
 
  private:
@@ -54,6 +55,7 @@ class LanePool {
   unsigned for_pulls() const noexcept { return static_cast<unsigned>(open_.size()) - (push_open_ ? 1 : 0); }
   bool fits(const Lane& lane, LaneUse use) const noexcept;
   void note_open(const Lane& lane);
+  void leave_queue(Operation& operation);
   void hand_out(std::unique_ptr<Lane> lane, std::vector<std::shared_ptr<Operation>>& to_schedule);
   void open_missing(std::unique_lock<std::mutex>& lock, LaneUse use);
 
@@ -65,6 +67,7 @@ class LanePool {
   bool small_open_ = false, push_open_ = false;
   std::deque<Waiter> waiters_;
   bool closed_ = false;
+  bool dial_failed_ = false;  // the last time
   std::atomic<std::uint64_t> resets_{0};
 };
 

@@ -178,7 +178,7 @@ void Operation::take_turn(bool may_adopt) {
       return again_;
     };
     if (on_descriptor && may_adopt && engine_.crew.wait_while_idle(descriptor(), events, deadline_, scheduled)) continue;
-    set_timer();
+    set_timer(need);
     try {
       if (on_descriptor) put_aside(need);
     } catch (const Error& error) {
@@ -195,11 +195,16 @@ void Operation::take_turn(bool may_adopt) {
   }
 }
 
-void Operation::set_timer() {
-  if (timer_.at_ns == deadline_.at_ns && timer_.at_ns > now_ns()) return;  // still set
+void Operation::set_timer(Need need) {
+  constexpr std::int64_t dial_again_ns = 100'000'000;
+  const auto now = now_ns();
+  // Where a lane could not be opened nobody else brings one: it asks again itself.
+  const bool soon = need == Need::lane && link_->lanes.missing_some();
+  const auto at = soon ? std::min(deadline_.at_ns, now + dial_again_ns) : deadline_.at_ns;
+  if (timer_.at_ns == at && at > now) return;  // still set
   if (timer_.at_ns != 0) engine_.timers.remove(timer_);
   // Past its deadline an operation that still waits (for a step that sees it) is asked again before long.
-  timer_ = {std::max(deadline_.at_ns, now_ns() + 1'000'000), number_};
+  timer_ = {std::max(at, now + 1'000'000), number_};
   engine_.timers.add(timer_, weak_from_this());
   engine_.reactor.wake_at(timer_.at_ns);
 }

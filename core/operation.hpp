@@ -135,7 +135,7 @@ class Operation : public std::enable_shared_from_this<Operation> {
   Need guarded_step();
   void step_on_crew() { take_turn(true); }
   void take_turn(bool may_adopt);
-  void set_timer();
+  void set_timer(Need need);
   void forget_descriptor() noexcept;
 
   const char* verb_;
@@ -150,7 +150,8 @@ class Operation : public std::enable_shared_from_this<Operation> {
   std::atomic<bool> finished_{false};
   Result result_;
   std::vector<std::pair<std::weak_ptr<Notifier>, std::uint64_t>> notifiers_;
-  std::unique_ptr<Lane> granted_;  // under the lane pool's mutex
+  std::unique_ptr<Lane> granted_;  // under the lane pool's mutex, as is:
+  bool waits_for_lane_ = false;
   Timers::Key timer_;  // at_ns 0: none
   Reactor::Token token_ = 0;  // of the descriptor, while the reactor knows it
 };

@@ -38,9 +38,12 @@ void Reactor::stop() {
   stopping_.store(true);
   wake();
   thread_.join();
+  // Let go of outside the lock: the last of one may forget others.
+  decltype(watchers_) watchers;
+  decltype(posted_) posted;
   const std::lock_guard lock(mutex_);
-  watchers_.clear();
-  posted_.clear();
+  watchers.swap(watchers_);
+  posted.swap(posted_);
 }
 
 void Reactor::abandon() noexcept {
@@ -77,8 +80,12 @@ void Reactor::rearm(Token token, int fd, std::uint32_t events, Mode mode) {
 
 void Reactor::forget(Token token, int fd) {
   if (fd >= 0) ::epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, fd, nullptr);
+  std::shared_ptr<Watcher> gone;  // let go of outside the lock
   const std::lock_guard lock(mutex_);
-  watchers_.erase(token);
+  const auto it = watchers_.find(token);
+  if (it == watchers_.end()) return;
+  gone = std::move(it->second);
+  watchers_.erase(it);
 }
 
 void Reactor::wake() noexcept {

@@ -279,6 +279,7 @@ ServerLane::ServerLane(Engine& engine, std::shared_ptr<Link> link, Descriptor de
 void ServerLane::start() {
   // Writable at once as well: what was read together with the lane hello is waiting already.
   const bool at_once = !out_.empty() || !in_.empty();
+  const std::lock_guard lock(mutex_);  // the first event may come before watch() has returned
   token_ = engine_.reactor.watch(descriptor_.get(), 0, shared_from_this());
   watch_for(at_once ? EPOLLOUT : EPOLLIN);
 }

@@ -162,3 +162,27 @@ def test_whoever_is_killed_at_whatever_moment_the_other_goes_on(peers: Peers, ca
             ferry.nothing_changes()
         name = "destination" if other is ferry.destination else "source"
         assert other.call("unregister", name, timeout=2)
+
+
+def test_children_forked_amid_traffic_find_the_node_closed_and_the_traffic_arrives(peers: Peers) -> None:
+    """A fork may come while any thread of the core holds any lock: the child must not wait for one of them."""
+    owner, parent = (
+        peers("failure_support:Side", {"pool": 8 << 20}),
+        peers("test_failures_nodes:Forking", {"pool": 8 << 20}),
+    )
+    for name, where in (("kv", "registered"), ("pooled", "allocated")):
+        owner.call("cache", name, where, 2048, 1024, NEW)
+        parent.call("cache", name, where, 2048, 1024, OLD)
+    parent.call("link", owner.call("address"))
+    parent.call("prepare", "pooled", "kv", {0: 1}, None)
+    for _ in range(8):
+        late = time.monotonic() + PATIENCE_S
+        ways = [(verb, transport) for verb in ("pull", "push") for transport in ("cma", "socket")]
+        moving = [
+            parent.call_later("move", verb, "kv", "kv", None, late, transport, thread=True) for verb, transport in ways
+        ]
+        report = parent.call("fork_and_try_everything")
+        assert report.pop("descriptors left") == []
+        assert set(report.values()) == {"NodeClosed", "ok"}, report
+        for (_, transport), one in zip(ways, moving, strict=True):
+            assert one.result() == (2048 * 1024, transport)

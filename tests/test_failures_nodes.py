@@ -491,3 +491,17 @@ def test_what_a_link_was_refused_leaves_nothing_behind(peers: Peers) -> None:
         until(lambda: close_to(listener.call("left_behind"), before), "nothing is left")
     error = ended(listener.call_later("link", "127.0.0.1:1"), kvferry.LinkFailed)
     assert "127.0.0.1:1" in str(error)
+
+
+def test_a_layer_push_that_everybody_has_forgotten_holds_up_nobody(peers: Peers) -> None:
+    other = peers(SIDE)
+    small(other, "kv", "registered", OLD)
+    with kvferry.Node() as node:
+        link = node.link(other.call("address"))
+        mine = node.register("kv", mapped((BLOCKS, BLOCK_BYTES // 8)))
+        before = node.statistics().slots_open
+        link.push_layers(mine, to="kv", tensors_per_layer=1)  # none of its layers will ever be ready
+        gc.collect()
+        until(lambda: node.statistics().slots_open == before, "its guard has ended")
+        assert timed(lambda: link.unlink(1000)) < 0.5
+        assert timed(node.close) < 0.5

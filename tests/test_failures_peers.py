@@ -79,7 +79,7 @@ def test_a_destination_that_stands_still_writes_nothing_after_the_deadline(ferry
         error = ended(moving, kvferry.DeadlineExceeded)
         assert error.bytes_touched and error.destination_settled
     ferry.wait_for_the_end_of_the_copy()
-    ferry.nothing_outside_changed()
+    assert ferry.nothing_outside_changed()[-1, 0] == OLD + 2 * ferry.moved - 1  # it has not gone on to its end
     ferry.refill()
     ferry.nothing_changes()
     ferry.goes_on()

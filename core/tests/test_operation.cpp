@@ -282,6 +282,26 @@ static void a_notifier_hears_after_the_result_stands() {
   CHECK(::poll(&p, 1, 0) == 0);
 }
 
+// Where no lane can be opened at first, those that wait get one when it can.
+static void lanes_that_can_be_had_later_are_had_later() {
+  Alone alone;
+  alone.unreachable = true;
+  std::vector<std::shared_ptr<Scripted>> waiting;
+  for (const auto use : {LaneUse::small, LaneUse::bulk, LaneUse::push}) {
+    waiting.push_back(script(alone, [use](Scripted& self) {
+      if (!self.take_lane(use)) return Need::lane;
+      self.give_lane();
+      self.end();
+      return Need::done;
+    }));
+    waiting.back()->start();
+  }
+  sleep_ms(5);
+  for (const auto& one : waiting) CHECK(!one->done());
+  alone.unreachable = false;
+  for (const auto& one : waiting) CHECK(one->wait(Deadline::after_ms(3000)) && one->result().outcome.ok());
+}
+
 static void timers_give_out_what_is_due() {
   Alone alone;
   Timers timers;
@@ -333,6 +353,7 @@ int main() {
   a_readable_lane_wakes_its_operation();
   lanes_are_never_lost_on_the_way();
   a_notifier_hears_after_the_result_stands();
+  lanes_that_can_be_had_later_are_had_later();
   timers_give_out_what_is_due();
   letting_go();
   return TEST_RESULT();
