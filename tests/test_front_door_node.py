@@ -417,3 +417,8 @@ def test_without_torch_everything_else_works() -> None:
             except ModuleNotFoundError:
                 pass
     """)
+
+
+def test_more_tensors_than_the_pool_has_pages_do_not_fit() -> None:
+    with kvferry.Node(pool=1 << 20) as node, pytest.raises(kvferry.OutOfMemory, match="tensors do not fit"):
+        node.allocate("kv", tensors=2**31, shape=(2, 4), dtype="float32")

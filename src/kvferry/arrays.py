@@ -128,8 +128,8 @@ _FLOAT8 = frozenset(
         "float8_e8m0fnu",
         "float8_e4m3",
         "float8_e3m4",
+        "float8_e4m3b11fnuz",
     )
-    + ("float8_e4m3b11fnuz",)
 )
 
 

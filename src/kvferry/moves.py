@@ -127,10 +127,15 @@ def is_list(blocks: Any) -> bool:
 
     >>> is_list([4, 5]), is_list(([0, 1], [4, 5])), is_list({0: 4})
     (True, False, False)
+
+    A list of pairs is none of the two: it is refused, rather than taken for sources and destinations.
+
+    >>> is_list([(0, 4), (1, 5)])
+    True
     """
     if isinstance(blocks, Mapping):
         return False
-    pair = isinstance(blocks, (tuple, list, np.ndarray)) and len(blocks) == 2
+    pair = isinstance(blocks, (tuple, np.ndarray)) and len(blocks) == 2
     return not (pair and all(hasattr(side, "__len__") for side in blocks))
 
 
