@@ -89,11 +89,16 @@ class Side:
     def link(self, address: str, timeout_ms: int = 3000) -> None:
         self.links.append(self.node.link(address, timeout_ms))
 
-    def _ends(self, verb: str, source: Any, into: Any) -> "tuple[Any, Any]":
-        """The own side of a move as a cache, the far side as it is."""
-        if verb == "pull":
-            return source, self.caches.get(into, into)
-        return self.caches.get(source, source), into
+    def _link(self) -> Any:
+        live = [link for link in self.links if link.alive] or self.node.links or self.links
+        if not live:
+            raise kvferry.NotLinked("the peer has dropped the link that it had opened")
+        return live[-1]
+
+    def _call(self, verb: str, far: Any, mine: str, **more: Any) -> Any:
+        """A verb of the link, "pull_async" say, between a cache of the other side and one of this."""
+        cache, call = self.caches[mine], getattr(self._link(), verb)
+        return call(far, into=cache, **more) if verb.startswith("pull") else call(cache, to=far, **more)
 
     def interrupt(
         self,
@@ -108,11 +113,8 @@ class Side:
     ) -> str:
         """Starts to move, cancels it ``after_s`` later unless its deadline comes first, and fills a cache as soon as it has
         ended. How it ended."""
-        link, cache, more = self._link(), self.caches[mine], {"timeout_ms": timeout_ms, "transport": transport}
-        if verb == "pull":
-            moving = link.pull_async(far, into=cache, blocks=blocks, **more)
-        else:
-            moving = link.push_async(cache, to=far, blocks=blocks, **more)
+        more = {"blocks": blocks, "timeout_ms": timeout_ms, "transport": transport}
+        moving = self._call(f"{verb}_async", far, mine, **more)
         with contextlib.suppress(kvferry.DeadlineExceeded):
             time.sleep(after_s)
             moving.cancel()
@@ -124,31 +126,15 @@ class Side:
         self._then(then_fill)
         return how
 
-    def _link(self) -> Any:
-        live = [link for link in self.links if link.alive] or self.node.links or self.links
-        if not live:
-            raise kvferry.NotLinked("the peer has dropped the link that it had opened")
-        return live[-1]
-
     def move(self, verb: str, far: Any, mine: str, blocks: Any, until: float, transport: "str | None") -> Any:
         """Pulls or pushes by the core's threads; the size and the transport used. ``until``: of the clock of all processes."""
-        link, cache, more = self._link(), self.caches[mine], {"timeout_ms": left_ms(until), "transport": transport}
-        if verb == "pull":
-            return plain(link.pull_async(far, into=cache, blocks=blocks, **more).wait())
-        return plain(link.push_async(cache, to=far, blocks=blocks, **more).wait())
+        more = {"blocks": blocks, "timeout_ms": left_ms(until), "transport": transport}
+        return plain(self._call(f"{verb}_async", far, mine, **more).wait())
 
     def move_here(self, verb: str, far: Any, mine: str, blocks: Any, until: float, transport: "str | None") -> Any:
         """The same, on this very thread."""
-        link, cache, more = self._link(), self.caches[mine], {"timeout_ms": left_ms(until), "transport": transport}
-        if verb == "pull":
-            return plain(link.pull(far, into=cache, blocks=blocks, **more))
-        return plain(link.push(cache, to=far, blocks=blocks, **more))
-
-    def _link(self) -> Any:
-        live = [link for link in self.links if link.alive] or self.node.links or self.links
-        if not live:
-            raise kvferry.NotLinked("the peer has dropped the link that it had opened")
-        return live[-1]
+        more = {"blocks": blocks, "timeout_ms": left_ms(until), "transport": transport}
+        return plain(self._call(verb, far, mine, **more))
 
     def prepare(self, source: Any, into: Any, blocks: Any, transport: "str | None") -> None:
         self.prepared = self._link().prepare_pull(source, into=self.caches[into], blocks=blocks, transport=transport)
@@ -218,11 +204,7 @@ class Side:
     def leave_flying(self, verb: str, far: str, mine: str, count: int) -> None:
         """Starts transfers and forgets them."""
         for _ in range(count):
-            more = {"timeout_ms": 60_000, "transport": "socket"}
-            if verb == "pull":
-                self._link().pull_async(far, into=self.caches[mine], **more)
-            else:
-                self._link().push_async(self.caches[mine], to=far, **more)
+            self._call(f"{verb}_async", far, mine, timeout_ms=60_000, transport="socket")
 
     def peer_ids(self) -> "list[int]":
         return [link.peer_id for link in self.node.links]
@@ -475,6 +457,14 @@ class Ferry:
         """Neither has anything changed, nor does it later."""
         time.sleep(SETTLE_S)
         assert (self.memory.read() == words(value, 2 * self.moved + 1)).all()
+
+    def has_ended_in_its_middle(self, moving: Pending) -> None:
+        """Because what it went through has; from then on the blocks may be used for something else."""
+        error = ended(moving, kvferry.CacheNotFound)
+        assert error.bytes_touched and error.destination_settled
+        self.nothing_outside_changed()
+        self.refill()
+        self.nothing_changes()
 
     def goes_on(self) -> None:
         """The next transfer works, over the link that there is."""

@@ -83,11 +83,7 @@ def test_a_puller_stopped_in_the_middle_never_succeeds_with_what_has_ended(ferry
     else:
         assert promptly(lambda: ferry.source.call("unregister_and_fill", "source", REFILL))
     ferry.destination.cont()
-    error = ended(moving, kvferry.CacheNotFound)
-    assert error.bytes_touched and error.destination_settled
-    ferry.nothing_outside_changed()
-    ferry.refill()
-    ferry.nothing_changes()
+    ferry.has_ended_in_its_middle(moving)
     again = ended(ferry.start(), kvferry.CacheNotFound)
     assert not again.bytes_touched
     ferry.nothing_changes()
@@ -181,11 +177,7 @@ def test_a_pusher_that_ends_what_it_pushes_has_pushed_nothing_else(ferry: Ferry)
     moving = ferry.stopped_in_the_middle(ferry.destination)
     assert promptly(lambda: ferry.source.call_later("unregister_and_fill", "source", REFILL).result())
     ferry.destination.cont()
-    error = ended(moving, kvferry.CacheNotFound)
-    assert error.bytes_touched and error.destination_settled
-    ferry.nothing_outside_changed()
-    ferry.refill()
-    ferry.nothing_changes()
+    ferry.has_ended_in_its_middle(moving)
 
 
 @of_pushes

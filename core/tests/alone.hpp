@@ -2,10 +2,9 @@
 // the test writes.
 #pragma once
 
-#include <sys/socket.h>
-
 #include <functional>
 
+#include "ends.hpp"
 #include "nodes.hpp"
 
 namespace kvferry::testing {
@@ -36,13 +35,12 @@ struct Alone {
   }
   std::unique_ptr<Lane> dial(LaneUse use) {
     if (unreachable) return nullptr;
-    int ends[2];
-    CHECK(socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0, ends) == 0);
+    Ends ends;
     auto lane = std::make_unique<Lane>();
-    lane->descriptor = Descriptor(ends[0]);
+    lane->descriptor = std::move(ends.here);
     lane->use = use;
     const std::lock_guard lock(mutex);
-    far_ends.emplace_back(ends[1]);
+    far_ends.push_back(std::move(ends.there));
     ++dialled;
     return lane;
   }

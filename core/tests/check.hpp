@@ -1,9 +1,12 @@
-// The little that these test programs need: a check that says where it failed, and an exit code.
+// The little that these test programs need: a check that says where it failed, waiting with an end, and an exit code.
 #pragma once
 
+#include <chrono>
 #include <cstdio>
 #include <string>
+#include <thread>
 
+#include "../clock.hpp"
 #include "../error.hpp"
 
 namespace kvferry::testing {
@@ -25,6 +28,18 @@ Kind kind_of(Call&& call, std::string* said = nullptr) {
     return error.outcome().kind;
   }
   return Kind::ok;
+}
+
+inline void sleep_ms(int ms) { std::this_thread::sleep_for(std::chrono::milliseconds(ms)); }
+
+template <class Condition>
+bool eventually(Condition&& condition, int within_ms = 5000) {
+  const auto until = Deadline::after_ms(within_ms);
+  while (!condition()) {
+    if (until.passed()) return false;
+    sleep_ms(1);
+  }
+  return true;
 }
 
 }  // namespace kvferry::testing

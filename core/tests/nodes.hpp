@@ -37,18 +37,6 @@ inline NodeOptions options(std::uint64_t id, unsigned transports = any_transport
   return made;
 }
 
-inline void sleep_ms(int ms) { std::this_thread::sleep_for(std::chrono::milliseconds(ms)); }
-
-template <class Condition>
-bool eventually(Condition&& condition, int within_ms = 5000) {
-  const auto until = Deadline::after_ms(within_ms);
-  while (!condition()) {
-    if (until.passed()) return false;
-    sleep_ms(1);
-  }
-  return true;
-}
-
 // --- targets ---------------------------------------------------------------------------------------------------------
 
 inline Target by_id(std::uint64_t id) {
@@ -263,6 +251,21 @@ struct Pair {
   void make_pools(std::size_t bytes = 64 << 20) {
     here->registry().create_pool(bytes, 12, 1 << 20);
     there->registry().create_pool(bytes, 12, 1 << 20);
+  }
+};
+
+// A node that is linked to itself, with a cache "a" in its pool and a cache "b" in memory that its caller owns.
+struct LinkedToItself {
+  Node node{options(5)};
+  Owned b{node.registry(), {"b"}};
+  std::shared_ptr<Cache> a;
+  std::shared_ptr<Link> link;
+
+  LinkedToItself() {
+    node.registry().create_pool(8 << 20, 12, 1 << 20);
+    a = allocated(node.registry(), {"a"});
+    const auto at = node.listen("127.0.0.1", 0);
+    link = node.connect(at.host, at.port, Deadline::after_ms(5000));
   }
 };
 

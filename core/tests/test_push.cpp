@@ -141,16 +141,13 @@ static void a_short_list_writes_no_further_than_what_was_looked_up() {
 }
 
 static void a_push_to_itself() {
-  Node node(options(5));
-  node.registry().create_pool(8 << 20, 12, 1 << 20);
-  const auto at = node.listen("127.0.0.1", 0);
-  const auto link = node.connect(at.host, at.port, Deadline::after_ms(5000));
-  const auto source = allocated(node.registry(), {"a"});
-  Owned into(node.registry(), {"b"});
-  for (const unsigned transports : {by_map, by_cma, by_socket}) {
-    fill(*source, 3), fill(*into.cache, 1);
-    CHECK(pushed(node, link, *source, by_name("b"), whole(), transports).outcome.ok() && holds_all(*into.cache, 3));
+  LinkedToItself self;
+  for (const auto& [transports, expected] : {std::pair{by_map, Transport::map}, {by_cma, Transport::cma}, {by_socket, Transport::socket}}) {
+    fill(*self.a, 3), fill(*self.b.cache, 1);
+    const auto result = pushed(self.node, self.link, *self.a, by_name("b"), whole(), transports);
+    CHECK(result.outcome.ok() && result.transport == expected && holds_all(*self.b.cache, 3));
   }
+  CHECK_BY(map, pushed(self.node, self.link, *self.a, by_name("b"), whole()));
 }
 
 // Two nodes that push to each other at the same time, big and small: none waits for the other's lane.

@@ -7,32 +7,10 @@
 #include <chrono>
 #include <random>
 
-#include "../clock.hpp"
-#include "check.hpp"
+#include "ends.hpp"
 
 using namespace kvferry;
-
-static bool eventually(const std::function<bool()>& condition, int within_ms = 3000) {
-  const auto until = Deadline::after_ms(within_ms);
-  while (!condition()) {
-    if (until.passed()) return false;
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  }
-  return true;
-}
-
-static void nothing_for(int ms) { std::this_thread::sleep_for(std::chrono::milliseconds(ms)); }
-
-struct Ends {
-  Descriptor here, there;
-  Ends() {
-    int ends[2];
-    CHECK(socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0, ends) == 0);
-    here = Descriptor(ends[0]);
-    there = Descriptor(ends[1]);
-  }
-  void say() { CHECK(::send(there.get(), "x", 1, MSG_NOSIGNAL) == 1); }
-};
+using namespace kvferry::testing;
 
 struct Counting : Watcher {
   std::atomic<int> events{0};
@@ -58,7 +36,7 @@ static void a_watcher_hears_once_until_it_is_armed_again() {
   ends.say();
   CHECK(eventually([&] { return watcher->events == 1; }));
   ends.say();
-  nothing_for(5);
+  sleep_ms(5);
   CHECK(watcher->events == 1);
   reactor.rearm(token, ends.here.get(), EPOLLIN);
   CHECK(eventually([&] { return watcher->events == 2; }));
@@ -66,7 +44,7 @@ static void a_watcher_hears_once_until_it_is_armed_again() {
   reactor.forget(token, ends.here.get());
   reactor.rearm(token, ends.here.get(), EPOLLIN);  // too late: nothing happens
   reactor.forget(token, ends.here.get());
-  nothing_for(5);
+  sleep_ms(5);
   CHECK(watcher->events == 2 && watcher.use_count() == 1);
 }
 

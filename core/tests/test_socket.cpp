@@ -7,25 +7,13 @@
 #include <thread>
 
 #include "../socket.hpp"
-#include "check.hpp"
+#include "ends.hpp"
 
 using namespace kvferry;
+using namespace kvferry::testing;
 
 using Bytes = std::vector<std::uint8_t>;
 using State = FrameBuffer::State;
-
-struct Ends {
-  Descriptor here, there;
-  Ends() {
-    int ends[2];
-    CHECK(socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0, ends) == 0);
-    here = Descriptor(ends[0]);
-    there = Descriptor(ends[1]);
-  }
-  void say(std::span<const std::uint8_t> bytes, std::span<const int> descriptors = {}) {
-    CHECK(send_some(there.get(), bytes, descriptors) == static_cast<long>(bytes.size()));
-  }
-};
 
 static Bytes frame(std::uint64_t operation, std::size_t body_bytes, std::uint16_t flags = 0) {
   wire::Writer out(wire::Type::resolve, operation, flags);
