@@ -12,7 +12,7 @@ from limits import KIB, MIB, Work, one_piece, scattered
 from pair import Pair
 from peers import MOONCAKE_TCP, NIXL_SAME_HOST, NIXL_TCP, Peer, Way
 from table import Row
-from turns import ALIKE, Contender, Figure, Value, drift, in_turns, until_steady
+from turns import ALIKE, Contender, Figure, Turns, Value, drift, in_turns, until_steady
 
 SHAPES = {
     "256MiB": one_piece(256 * MIB),
@@ -95,33 +95,24 @@ def _measure(bench: Bench, case: Bulk, threads: int) -> Iterator[Row]:
     mine = turns.others.pop("kvferry", None)
     named = case.name if one else f"{case.name}:threads"
     limit_name = LIMIT_NAMES[case.limit] + ("" if limit_threads == 1 else f", {limit_threads} threads")
-    ratio = mine.median / turns.baseline.median if mine else None
     for name, figure in turns.others.items():
         if figure.values:
             cpu = f", CPU s per GB {figure.cpu:.3f}" if figure.cpu else ""
             ours_of_it = f"; kvferry reaches {mine.median / figure.median:.2f} of it" if mine else ""
             notes.append(f"{name}: {figure.median:.2f} / {figure.best:.2f} GB/s{cpu}{ours_of_it}")
-    row = Row(
-        named,
-        case.transport,
-        "GB/s",
-        mine,
-        limit_name,
-        turns.baseline,
-        ratio,
-        f">= {case.reach:.2f} of the limit",
-        None if ratio is None else ratio >= case.reach,
-        notes=notes,
-        others=turns.others,
-        steady=turns.steady,
-        attempts=turns.attempts,
-    )
-    yield row
+    reach = f">= {case.reach:.2f} of the limit"
+    row = _row(named, case, mine, limit_name, turns.baseline, case.reach, reach, turns.steady)
+    row.notes, row.others = notes, turns.others
+    rows = [row]
     unix = turns.others.get("raw Unix socket")
-    if unix:
-        yield _against_unix(case, mine, unix, row)
+    if unix:  # the stricter row: on one host kvferry's own lanes are Unix sockets
+        steady = drift(unix.values) <= ALIKE
+        rows.append(_row(f"{named}:unix", case, mine, "one raw Unix socket", unix, case.reach, reach, steady))
     if one:
-        yield from _against_peers(case, mine, turns.others, row)
+        rows += _against_peers(case, mine, turns)
+    for row in rows:
+        row.attempts = turns.attempts
+        yield row
 
 
 def _first_rounds(pair: Pair, case: Bulk, ours: Callable[[], Sample]) -> str:
@@ -162,43 +153,20 @@ def _peer_contender(peer: Peer, work: Work) -> Contender:
     return Contender(peer.way.name, measured, most_rounds=5)
 
 
-def _against_unix(case: Bulk, mine: Figure | None, unix: Figure, row: Row) -> Row:
-    """The stricter row: on one host kvferry's own lanes are Unix sockets."""
-    apart = drift(unix.values)
-    ratio = mine.median / unix.median if mine else None
-    return Row(
-        f"{row.case}:unix",
-        case.transport,
-        "GB/s",
-        mine,
-        "one raw Unix socket",
-        unix,
-        ratio,
-        row.target,
-        None if ratio is None else ratio >= case.reach,
-        steady=apart <= ALIKE,
-        attempts=row.attempts,
-    )
-
-
-def _against_peers(case: Bulk, mine: Figure | None, others: dict[str, Figure], row: Row) -> Iterator[Row]:
+def _against_peers(case: Bulk, mine: Figure | None, turns: Turns) -> Iterator[Row]:
     """One more row for each peer: its best way of running against ours."""
     for package, times in case.peers:
-        figures = {name: f for name, f in others.items() if name.startswith(package) and f.values}
-        if not figures:
-            continue
-        name, best = max(figures.items(), key=lambda item: item[1].median)
-        ratio = mine.median / best.median if mine else None
-        yield Row(
-            f"{case.name}:{package}",
-            case.transport,
-            "GB/s",
-            mine,
-            name,
-            best,
-            ratio,
-            f">= {times:.1f} times {package}" if times else "",
-            ratio >= times if ratio is not None and times else None,
-            steady=row.steady,
-            attempts=row.attempts,
-        )
+        figures = {name: f for name, f in turns.others.items() if name.startswith(package) and f.values}
+        if figures:
+            name, best = max(figures.items(), key=lambda item: item[1].median)
+            target = f">= {times:.1f} times {package}" if times else ""
+            yield _row(f"{case.name}:{package}", case, mine, name, best, times, target, turns.steady)
+
+
+def _row(
+    named: str, case: Bulk, mine: Figure | None, other: str, limit: Figure, reach: float, target: str, steady: bool
+) -> Row:
+    """``reach`` 0 judges nothing."""
+    ratio = mine.median / limit.median if mine else None
+    met = ratio >= reach if ratio is not None and reach else None
+    return Row(named, case.transport, "GB/s", mine, other, limit, ratio, target, met, steady=steady)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from limits import Times, Work, process_clock
+from limits import Blocks, Times, Work, process_clock
 
 TIMEOUT_MS = 20_000
 BATCH = 64  # prepared transfers used in turn by a latency batch, each over its own blocks
@@ -62,13 +62,25 @@ def moves(work: Work) -> dict[str, Any]:
     return {} if work.whole else {"blocks": work.lists()}
 
 
+def cold_block(setup: Setup, number: int) -> int:
+    """Which block of the source's pattern the cache ``cold-number`` holds."""
+    return 0 if setup.transport == "map" else number % setup.work.slots
+
+
+def partly_written(work: Work) -> Blocks:
+    """The blocks of the cache "partly written" that its owner writes: its first half, and some of the third quarter."""
+    half, quarter = work.slots // 2, work.slots // 4
+    return np.concatenate([np.arange(half), np.arange(half, half + quarter, 4)])
+
+
 def open_node(setup: Setup, **options: Any) -> Any:
     import kvferry
 
     return kvferry.Node(copy_threads=setup.copy_threads, transports=(setup.transport,), **options)
 
 
-def latencies(count: int, call: Callable[[int], Any], most_s: float = 20.0) -> Times:
+def latencies(count: int, call: Callable[[int], Any], most_s: float = 20.0, least: int = 0) -> Times:
+    """Microseconds of ``count`` calls, or of those that ``most_s`` was enough for, but of ``least`` anyway."""
     clock, us = time.perf_counter_ns, []
     until = clock() + int(most_s * 1e9)
     for i in range(count):
@@ -76,6 +88,6 @@ def latencies(count: int, call: Callable[[int], Any], most_s: float = 20.0) -> T
         call(i)
         ended = clock()
         us.append((ended - began) / 1e3)
-        if ended > until:
+        if ended > until and i + 1 >= least:
             break
     return np.array(us)

@@ -19,6 +19,7 @@
 #include <unistd.h>
 
 enum { MOST_THREADS = 64, VECTORS_A_CALL = 1024, REQUEST_BYTES = 64, PIECE_BYTES = 1 << 20 };
+static const double LOOK_S = 50e-6; /* as long as kvferry looks for an answer before it sleeps */
 
 static double seconds_now(void) {
   struct timespec t;
@@ -142,6 +143,8 @@ double copy_latencies(void *to, const void *from, const int64_t *to_blocks, cons
 
 /* ---- sockets: one connection, blocking; the answer to a 64-byte request is as many bytes as it asks for ----
  *
+ * Where `look` is set, both ends look for bytes for a while before they sleep: no core has to be woken for them then.
+ *
  * In pieces of 1 MiB: over TCP a single call for everything moves a third less (3.2 for 4.7 GB/s over loopback), and so
  * do pieces of 256 KiB. A Unix socket does not care. */
 
@@ -158,9 +161,19 @@ static int write_all(int socket, const char *at, int64_t left) {
   return 0;
 }
 
-static int read_all(int socket, char *at, int64_t left) {
+static ssize_t receive(int socket, char *at, size_t most, int look) {
+  if (look) {
+    for (double until = seconds_now() + LOOK_S; seconds_now() < until;) {
+      ssize_t n = recv(socket, at, most, MSG_DONTWAIT);
+      if (n >= 0 || errno != EAGAIN) return n;
+    }
+  }
+  return recv(socket, at, most, 0);
+}
+
+static int read_all(int socket, char *at, int64_t left, int look) {
   while (left > 0) {
-    ssize_t n = recv(socket, at, (size_t)piece(left), 0);
+    ssize_t n = receive(socket, at, (size_t)piece(left), look);
     if (n < 0 && errno == EINTR) continue;
     if (n <= 0) return n < 0 ? errno : EPIPE;
     at += n;
@@ -169,11 +182,11 @@ static int read_all(int socket, char *at, int64_t left) {
   return 0;
 }
 
-/* The owner's end: answers until the other side closes. */
+/* The owner's end: answers until the other side closes. It looks for a request if the one before was looking. */
 int serve(int socket, const void *memory, int64_t size_bytes) {
-  int64_t request[REQUEST_BYTES / 8];
+  int64_t request[REQUEST_BYTES / 8] = {0, 0};
   for (;;) {
-    int error = read_all(socket, (char *)request, REQUEST_BYTES);
+    int error = read_all(socket, (char *)request, REQUEST_BYTES, (int)request[1]);
     if (error) return error == EPIPE || error == ECONNRESET ? 0 : error;
     if (request[0] < 0 || request[0] > size_bytes) return EINVAL;
     error = write_all(socket, memory, request[0]);
@@ -181,18 +194,18 @@ int serve(int socket, const void *memory, int64_t size_bytes) {
   }
 }
 
-double ask(int socket, void *to, int64_t size_bytes) {
-  int64_t request[REQUEST_BYTES / 8] = {size_bytes};
+double ask(int socket, void *to, int64_t size_bytes, int look) {
+  int64_t request[REQUEST_BYTES / 8] = {size_bytes, look};
   double began = seconds_now();
   int error = write_all(socket, (const char *)request, REQUEST_BYTES);
-  if (!error) error = read_all(socket, to, size_bytes);
+  if (!error) error = read_all(socket, to, size_bytes, look);
   return error ? -error : seconds_now() - began;
 }
 
-double ask_latencies(int socket, void *to, int64_t size_bytes, int64_t count, double *us) {
+double ask_latencies(int socket, void *to, int64_t size_bytes, int look, int64_t count, double *us) {
   double all = 0;
   for (int64_t i = 0; i < count; i++) {
-    double took = ask(socket, to, size_bytes);
+    double took = ask(socket, to, size_bytes, look);
     if (took < 0) return took;
     us[i] = took * 1e6;
     all += took;

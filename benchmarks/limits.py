@@ -104,8 +104,10 @@ class Limits:
             lib.copy_latencies, real, pointer, pointer, pointer, pointer, whole, whole, ctypes.c_int, pointer
         )
         self.serve = _declared(lib.serve, ctypes.c_int, ctypes.c_int, pointer, whole)
-        self._ask = _declared(lib.ask, real, ctypes.c_int, pointer, whole)
-        self._ask_latencies = _declared(lib.ask_latencies, real, ctypes.c_int, pointer, whole, whole, pointer)
+        self._ask = _declared(lib.ask, real, ctypes.c_int, pointer, whole, ctypes.c_int)
+        self._ask_latencies = _declared(
+            lib.ask_latencies, real, ctypes.c_int, pointer, whole, ctypes.c_int, whole, pointer
+        )
         self._fill_pattern = _declared(lib.fill_pattern, None, pointer, whole, ctypes.c_uint64)
         self._fill_byte = _declared(lib.fill_byte, None, pointer, ctypes.c_int, whole)
         self._first_wrong = _declared(
@@ -129,11 +131,12 @@ class Limits:
         return us
 
     def ask(self, socket: int, to: int, size_bytes: int) -> float:
-        return _seconds(self._ask(socket, to, size_bytes))
+        return _seconds(self._ask(socket, to, size_bytes, False))
 
-    def ask_latencies(self, socket: int, to: int, size_bytes: int, count: int) -> Times:
+    def ask_latencies(self, socket: int, to: int, size_bytes: int, count: int, *, look: bool) -> Times:
+        """``look``: both ends look for bytes for a moment before they sleep."""
         us = np.zeros(count, dtype=np.float64)
-        _seconds(self._ask_latencies(socket, to, size_bytes, count, us.ctypes.data))
+        _seconds(self._ask_latencies(socket, to, size_bytes, look, count, us.ctypes.data))
         return us
 
     def fill_pattern(self, address: int, size_bytes: int) -> None:

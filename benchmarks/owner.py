@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import networks
-from exchange import TIMEOUT_MS, Offer, Sample, Setup, moves, open_node, timed
+from exchange import TIMEOUT_MS, Offer, Sample, Setup, cold_block, moves, open_node, partly_written, timed
 from limits import MIB, Limits, PrivateMemory
 
 
@@ -69,7 +69,7 @@ class Owner:
                 address = self._node.allocate(f"cold-{i}", tensors=1, shape=(1, unit), dtype="uint8").addresses[0]
                 self._limits.fill_pattern(address, unit)
             else:
-                start = unit * (i % self._setup.work.slots)
+                start = unit * cold_block(self._setup, i)
                 block = self._memory[0].bytes[start : start + unit].reshape(1, unit)
                 self._node.register(f"cold-{i}", block, layout="blocks")
 
@@ -96,18 +96,13 @@ class Owner:
         call = lambda: link.push(cache, to="mine", timeout_ms=TIMEOUT_MS, **options)  # noqa: E731
         return timed((os.getpid(), puller_pid), call)[0]
 
-    def shared_blocks_512(self) -> int:
-        """How much of the memfd that holds the source has pages, as the kernel counts it (512-byte units)."""
-        shared = shared_pages(self._addresses[0])
-        assert shared is not None, "the source is not in a memfd"
-        return os.fstat(shared[0]).st_blocks
-
-    def allocate_untouched(self, size_bytes: int) -> int:
-        """A cache "untouched" that nobody writes; its memfd's 512-byte units before anybody reads it."""
+    def allocate_partly_written(self) -> None:
+        """A cache "partly written" of the size of the source."""
         assert self._node is not None
-        cache = self._node.allocate("untouched", tensors=1, shape=(size_bytes // MIB, MIB), dtype="uint8")
-        self._addresses = list(cache.addresses)
-        return self.shared_blocks_512()
+        work = self._setup.work
+        cache = self._node.allocate("partly written", tensors=1, shape=(work.slots, work.unit), dtype="uint8")
+        for block in partly_written(work).tolist():
+            cache.numpy(0)[block] = self._cache.numpy(0)[block]
 
     def busy(self, how: str, seconds: float) -> Iterator[Any]:
         """Answers "started" at once; then how far a Python counter thread came, per second, after ``seconds``.

@@ -3,13 +3,14 @@ process from outside: CPU time, threads, anonymous memory."""
 
 from __future__ import annotations
 
+import mmap
 import os
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing import Pipe
 from pathlib import Path
@@ -150,6 +151,18 @@ def status_kib(pid: int, field_name: str) -> int:
     raise KeyError(field_name)
 
 
+def segment_pages(pid: int) -> int:
+    """How many pages the kernel has given to the segments (memfds) of that process's pool, whoever touched them."""
+    found = {}
+    for descriptor in os.listdir(f"/proc/{pid}/fd"):
+        with suppress(OSError):
+            path = f"/proc/{pid}/fd/{descriptor}"
+            if os.readlink(path).startswith("/memfd:kvferry-segment"):
+                status = os.stat(path)
+                found[status.st_ino] = status.st_blocks * 512 // mmap.PAGESIZE
+    return sum(found.values())
+
+
 @dataclass(slots=True)
 class Idle:
     """One process over some seconds in which nobody asked it for anything."""
@@ -172,6 +185,7 @@ class AnonymousMemory:
 
     def __init__(self, pids: list[int]) -> None:
         self.pids = pids
+        self.looks = 0
         self.extra_mib: list[float] = []
 
     def __enter__(self) -> AnonymousMemory:
@@ -187,6 +201,7 @@ class AnonymousMemory:
             self._look()
 
     def _look(self) -> None:
+        self.looks += 1
         self._peak = [max(peak, status_kib(pid, "RssAnon")) for peak, pid in zip(self._peak, self.pids, strict=True)]
 
     def __exit__(self, *_: object) -> None:

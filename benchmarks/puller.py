@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import socket
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-from exchange import BATCH, TIMEOUT_MS, Offer, Sample, Setup, latencies, moves, open_node, timed
-from limits import Limits, PrivateMemory, Times, Work
+from exchange import (
+    BATCH,
+    TIMEOUT_MS,
+    Offer,
+    Sample,
+    Setup,
+    cold_block,
+    latencies,
+    moves,
+    open_node,
+    partly_written,
+    timed,
+)
+from limits import SEED, Limits, PrivateMemory, Times, Work
 
 
 class Puller:
@@ -22,7 +36,7 @@ class Puller:
         self._memory = [PrivateMemory(setup.work.region_bytes) for _ in range(setup.tensors)]
         self._pids = (os.getpid(), offer.pid)
         self._byte = 0
-        self._source = self._map_source() if offer.shared else 0
+        self._source = 0
         self._link: Any = None
         self._mine: Any = None
         self._further_nodes: list[Any] = []
@@ -33,13 +47,15 @@ class Puller:
             self._mine = self._node.register("mine", tensors, layout="blocks")
             self.link()
 
-    def _map_source(self) -> int:
-        descriptor, offset = self._offer.shared  # type: ignore[misc]
+    def _map_source(self, descriptor: int, offset: int) -> int:
+        """The source's own pages and no others: to populate a page that its owner has never touched would make it."""
+        into_the_page = offset % mmap.PAGESIZE
         handle = os.open(f"/proc/{self._offer.pid}/fd/{descriptor}", os.O_RDONLY)
-        populate = getattr(mmap, "MAP_POPULATE", 0x8000)
-        self._mapping = mmap.mmap(handle, 0, flags=mmap.MAP_SHARED | populate, prot=mmap.PROT_READ)
+        flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0x8000)
+        size_bytes, start = into_the_page + self._setup.work.region_bytes, offset - into_the_page
+        self._mapping = mmap.mmap(handle, size_bytes, flags=flags, prot=mmap.PROT_READ, offset=start)
         os.close(handle)
-        return np.frombuffer(self._mapping, dtype=np.uint8).ctypes.data + offset
+        return np.frombuffer(self._mapping, dtype=np.uint8).ctypes.data + into_the_page
 
     def link(self) -> None:
         self._link = self._node.link(self._offer.node)
@@ -49,6 +65,9 @@ class Puller:
         self.link()
 
     def connect_raw(self) -> None:
+        """What the limits use: the owner's pages mapped once more, and a connection of each sort."""
+        if self._offer.shared:
+            self._source = self._map_source(*self._offer.shared)
         self._tcp = socket.create_connection(self._offer.tcp)
         self._tcp.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if self._setup.apart:
@@ -76,8 +95,23 @@ class Puller:
         link, mine, options = self._link, self._mine, moves(self._setup.work)
         return timed(self._pids, lambda: link.pull("kv", into=mine, timeout_ms=TIMEOUT_MS, **options))[0]
 
-    def pull_untouched(self) -> None:
-        self._link.pull("untouched", into=self._mine, timeout_ms=TIMEOUT_MS)
+    def pull_partly_written(self) -> tuple[str, str]:
+        """Pulls all of the cache "partly written" in one piece, then block by block in random order.
+
+        The transports used. AssertionError unless its written blocks hold the pattern and all the others zeros.
+        """
+        work, memory = self._setup.work, self._memory[0]
+        written = partly_written(work)
+        others = np.setdiff1d(np.arange(work.slots), written)
+        shuffled = np.random.default_rng(SEED).permutation(work.slots)
+        used = []
+        for blocks in ({}, {"blocks": (shuffled, shuffled)}):
+            self.overwrite()
+            done = self._link.pull("partly written", into=self._mine, timeout_ms=TIMEOUT_MS, **blocks)
+            self._limits.check(memory.address, work, (written, written))
+            assert not memory.bytes.reshape(work.slots, work.unit)[others].any(), "what nobody wrote is not zero"
+            used.append(done.transport)
+        return used[0], used[1]
 
     def limit(self, name: str, threads: int) -> Sample:
         """One round of a limit: "memcpy", "gather", "attach", "tcp" or "unix"."""
@@ -101,11 +135,22 @@ class Puller:
         lists = (self._lists[0][wanted], self._lists[1][wanted])
         mapped = self._setup.transport == "map"
         source, owner = (self._source, 0) if mapped else (self._offer.source_address, self._offer.pid)
-        to = self._memory[0].address
-        return self._limits.copy_latencies(to, source, lists, self._setup.work.unit, owner=owner)
+        self.overwrite()
+        us = self._limits.copy_latencies(self._memory[0].address, source, lists, self._setup.work.unit, owner=owner)
+        self.check()
+        return us
 
-    def ask_latencies(self, name: str, size_bytes: int, count: int) -> Times:
-        return self._limits.ask_latencies(self._raw(name), self._memory[0].address, size_bytes, count)
+    def ask_latencies(self, name: str, size_bytes: int, count: int, look: bool = False) -> Times:
+        """A raw request, answered with the first bytes of the source."""
+        self.overwrite()
+        us = self._limits.ask_latencies(self._raw(name), self._memory[0].address, size_bytes, count, look=look)
+        self._check_first(size_bytes)
+        return us
+
+    def _check_first(self, size_bytes: int, source_block: int = 0) -> None:
+        """The destination begins with ``size_bytes`` of that block of the source."""
+        first = Work(size_bytes, size_bytes, 1).lists()[1]
+        self._limits.check(self._memory[0].address, Work(size_bytes, size_bytes, 1), (first + source_block, first))
 
     def prepared_latencies(self, count: int, spinning: bool = False) -> Times:
         pairs = zip(*(side[:BATCH].tolist() for side in self._lists), strict=True)
@@ -114,24 +159,13 @@ class Puller:
             for source, destination in pairs
         ]
         runs = [transfer.run for transfer in prepared]
-        if not spinning:
-            self.overwrite()
-            us = latencies(count, lambda i: runs[i % BATCH](timeout_ms=TIMEOUT_MS))
-            self.check()
-            return us
-        stop = threading.Event()
-
-        def spin() -> None:
-            while not stop.is_set():
-                pass
-
-        thread = threading.Thread(target=spin, daemon=True)
-        thread.start()
-        try:
-            return latencies(count, lambda i: runs[i % BATCH](timeout_ms=TIMEOUT_MS), most_s=4.0)
-        finally:
-            stop.set()
-            thread.join()
+        self.overwrite()
+        with spinning_thread() if spinning else contextlib.nullcontext():
+            us = latencies(
+                count, lambda i: runs[i % BATCH](timeout_ms=TIMEOUT_MS), most_s=4.0 if spinning else 20.0, least=BATCH
+            )
+        self.check()
+        return us
 
     def named_latencies(self, count: int) -> Times:
         """One-off pulls under one repeated name, a dict of one block each."""
@@ -146,7 +180,11 @@ class Puller:
         """Pulls under names that this link never asked for: each has to be resolved by the owner."""
         pull, mine = self._link.pull, self._mine
         names = [f"cold-{first + i}" for i in range(count)]
-        return latencies(count, lambda i: pull(names[i], into=mine, blocks={0: 0}, timeout_ms=TIMEOUT_MS))
+        self.overwrite()
+        us = latencies(count, lambda i: pull(names[i], into=mine, blocks={0: 0}, timeout_ms=TIMEOUT_MS))
+        last = first + len(us) - 1
+        self._check_first(self._setup.work.unit, cold_block(self._setup, last))
+        return us
 
     # -- what stands beside the figures
 
@@ -159,3 +197,21 @@ class Puller:
 
     def transports(self) -> Any:
         return self._link.statistics()
+
+
+@contextlib.contextmanager
+def spinning_thread() -> Iterator[None]:
+    """A second Python thread that never sleeps, while the block runs."""
+    stop = threading.Event()
+
+    def spin() -> None:
+        while not stop.is_set():
+            pass
+
+    thread = threading.Thread(target=spin, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
