@@ -31,7 +31,11 @@ struct Dialler {
     auto lane = std::make_unique<Lane>();
     lane->descriptor = dial(use, false, lane->preface);
     lane->use = use;
-    return lane->descriptor ? std::move(lane) : nullptr;
+    if (!lane->descriptor) return nullptr;
+    // At once, if it is connected: a connection that says nothing for long is closed at the other side.
+    const long n = send_some(lane->descriptor.get(), lane->preface);
+    if (n > 0) lane->preface.erase(lane->preface.begin(), lane->preface.begin() + n);
+    return lane;  // also if that failed: whoever takes it says so
   }
 };
 

@@ -90,6 +90,12 @@ void LanePool::note_open(const Lane& lane) {
   push_open_ |= lane.use == LaneUse::push;
 }
 
+void LanePool::note_closed(const Lane& lane) {
+  open_.erase(lane.descriptor.get());
+  if (lane.use == LaneUse::small) small_open_ = false;
+  if (lane.use == LaneUse::push) push_open_ = false;
+}
+
 void LanePool::give(std::unique_ptr<Lane> lane) {
   std::vector<std::shared_ptr<Operation>> to_schedule;
   {
@@ -109,11 +115,15 @@ void LanePool::lost(std::unique_ptr<Lane> lane) {
   {
     std::unique_lock lock(mutex_);
     const auto use = lane->use;
-    open_.erase(lane->descriptor.get());
-    if (use == LaneUse::small) small_open_ = false;
-    if (use == LaneUse::push) push_open_ = false;
+    note_closed(*lane);
     lane.reset();
     if (closed_) return;
+    // What took this one may have taken others that lie idle.
+    std::erase_if(idle_, [this](const std::unique_ptr<Lane>& one) {
+      const bool gone = closed_by_peer(one->descriptor.get());
+      if (gone) note_closed(*one);
+      return gone;
+    });
     open_missing(lock, use);
     auto idle = std::move(idle_);
     idle_.clear();

@@ -55,6 +55,7 @@ class LanePool {
   unsigned for_pulls() const noexcept { return static_cast<unsigned>(open_.size()) - (push_open_ ? 1 : 0); }
   bool fits(const Lane& lane, LaneUse use) const noexcept;
   void note_open(const Lane& lane);
+  void note_closed(const Lane& lane);
   void leave_queue(Operation& operation);
   void hand_out(std::unique_ptr<Lane> lane, std::vector<std::shared_ptr<Operation>>& to_schedule);
   void open_missing(std::unique_lock<std::mutex>& lock, LaneUse use);

@@ -307,6 +307,20 @@ void Operation::break_lane() noexcept {
   link_->lanes.lost(std::move(lane_));
 }
 
+bool Operation::change_lane() noexcept {
+  constexpr unsigned most = 2;  // lost() has looked after the other idle ones
+  if (must_stop() || lanes_changed_ == most || link_->peer_process_ended()) return false;
+  ++lanes_changed_;
+  break_lane();
+  return !link_->lanes.missing_some();
+}
+
+// The peer was told the same deadline: it may be the first to see it pass, and closes the lane then.
+Outcome Operation::lane_closed() const {
+  if (must_stop()) return stop_reason();
+  return {Kind::peer_lost, link_->label() + " closed the lane of this " + verb_, touched_, true};
+}
+
 bool Operation::must_stop() const noexcept {
   return cancelled_.load(std::memory_order_relaxed) || !link_->alive() || deadline_.passed();
 }

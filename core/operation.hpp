@@ -114,6 +114,10 @@ class Operation : public std::enable_shared_from_this<Operation> {
   bool take_lane(LaneUse use);  // false: return Need::lane
   void give_lane() noexcept;   // whole, for the next one
   void break_lane() noexcept;  // something is left in it: close it
+  // The peer has closed the lane in use, which may have happened while it lay idle, and says nothing about the link. True:
+  // what may be asked (again) may be asked over another lane. False, a few times over or where there is none: lane_closed().
+  bool change_lane() noexcept;
+  Outcome lane_closed() const;
   // Why it must stop now, if it must: cancelled, link lost, deadline. ok: go on.
   Outcome stop_reason() const;
   void set_deadline(Deadline deadline) { deadline_ = deadline; }  // by step(): for what is done next
@@ -152,6 +156,7 @@ class Operation : public std::enable_shared_from_this<Operation> {
   std::vector<std::pair<std::weak_ptr<Notifier>, std::uint64_t>> notifiers_;
   std::unique_ptr<Lane> granted_;  // under the lane pool's mutex, as is:
   bool waits_for_lane_ = false;
+  unsigned lanes_changed_ = 0;
   Timers::Key timer_;  // at_ns 0: none
   Reactor::Token token_ = 0;  // of the descriptor, while the reactor knows it
 };

@@ -106,11 +106,17 @@ Need Pull::step() {
         }
         break;
       case Phase::send:
-        if (!flush(need)) return need;
+        if (!flush(need)) {
+          if (need == Need::done) break;
+          return need;
+        }
         phase_ = after_send_;
         return Need::readable;  // the answer is not there yet
       case Phase::await_geometry:
-        if (!await_answer(frame, need)) return need;
+        if (!await_answer(frame, need)) {
+          if (need == Need::done) break;
+          return need;
+        }
         resolved(frame);
         phase_ = next_missing_segment() ? Phase::send : Phase::plan;
         break;
@@ -225,13 +231,13 @@ bool Pull::flush(Need& need) {
   while (!lane_->preface.empty() || out_sent_ < out_.size()) {
     if (!lane_->preface.empty()) {
       const long n = send_some(lane_->descriptor.get(), lane_->preface);
-      if (n < 0) throw Error({Kind::peer_lost, link_->label() + " closed a lane", touched_, true});
+      if (n < 0) return ask_again(true, need), false;
       lane_->preface.erase(lane_->preface.begin(), lane_->preface.begin() + n);
       if (n == 0) return need = Need::writable, false;
       continue;
     }
     const long n = send_some(lane_->descriptor.get(), std::span(out_).subspan(out_sent_));
-    if (n < 0) throw Error({Kind::peer_lost, link_->label() + " closed a lane", touched_, true});
+    if (n < 0) return ask_again(true, need), false;
     if (n == 0) return need = Need::writable, false;
     out_sent_ += static_cast<std::size_t>(n);
   }
@@ -242,11 +248,24 @@ bool Pull::await_answer(Frame& frame, Need& need) {
   if (!in_) in_.emplace(wire::max_request_bytes);
   switch (in_->read(lane_->descriptor.get(), frame)) {
     case FrameBuffer::State::would_block: return need = Need::readable, false;
-    case FrameBuffer::State::lost: throw Error({Kind::peer_lost, link_->label() + " closed the lane of this pull", touched_, true});
+    case FrameBuffer::State::lost: return ask_again(in_->empty() && after_send_ != Phase::await_consumed, need), false;
     case FrameBuffer::State::frame: break;
   }
   if (frame.header.operation != number()) throw wire::WireError("an answer to something that was not asked");
   return true;
+}
+
+// The lane was closed. Before a byte of the answer has come, what can be asked twice without harm is asked again, over
+// another lane: whoever continues finds the phase changed (Need::done). A consumption counts once it may have been read.
+void Pull::ask_again(bool harmless, Need& need) {
+  const auto from = after_send_ == Phase::await_geometry    ? Phase::begin
+                    : after_send_ == Phase::stream          ? Phase::ask
+                    : after_send_ == Phase::await_consumed  ? Phase::await_consumed
+                                                            : Phase::send;  // in mid-conversation: its lane had not lain idle
+  if (!harmless || from == Phase::send || !change_lane()) throw Error(lane_closed());
+  in_.reset();
+  phase_ = from;
+  need = Need::done;
 }
 
 bool Pull::next_missing_segment() {
@@ -549,7 +568,7 @@ Need Pull::stream() {
     }
     if (header_have_ < sizeof header_) {
       const long n = receive({reinterpret_cast<std::uint8_t*>(&header_) + header_have_, sizeof header_ - header_have_});
-      if (n < 0) throw Error({Kind::peer_lost, link_->label() + " closed the lane of this " + verb(), touched_, true});
+      if (n < 0) return ask_again(header_have_ == 0 && cursor_->position() == 0, need), need;
       if (n == 0) return Need::readable;
       header_have_ += static_cast<std::size_t>(n);
       continue;
@@ -569,7 +588,7 @@ Need Pull::stream() {
     if (tail_.empty()) tail_.resize(header_.body_bytes);
     while (tail_have_ < tail_.size()) {
       const long n = receive(std::span(tail_).subspan(tail_have_));
-      if (n < 0) throw Error({Kind::peer_lost, link_->label() + " closed the lane of this " + verb(), touched_, true});
+      if (n < 0) throw Error(lane_closed());
       if (n == 0) return Need::readable;
       tail_have_ += static_cast<std::size_t>(n);
     }
@@ -621,7 +640,7 @@ bool Pull::take_payload(Need& need) {
     reply_taken_ = reply_have_ = 0;
     const long n = receive_some(lane_->descriptor.get(), reply_);
     if (n == 0) return need = Need::readable, false;
-    if (n < 0) throw Error({Kind::peer_lost, link_->label() + " closed the lane of this " + verb(), touched_, true});
+    if (n < 0) throw Error(lane_closed());
     reply_have_ = static_cast<std::size_t>(n);
   }
   const auto& to = ask_.destination.geometry().tensors;
@@ -688,7 +707,7 @@ bool Pull::receive_payload(Need& need) {
   }
   if (got < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return need = Need::readable, false;
   if (got < 0 && errno == EFAULT) throw Error({Kind::invalid_argument, subject() + " is not mapped any more", touched_, true});
-  if (got <= 0) throw Error({Kind::peer_lost, link_->label() + " closed the lane of this " + verb(), touched_, true});
+  if (got <= 0) throw Error(lane_closed());
   auto payload = std::min<std::uint64_t>(static_cast<std::uint64_t>(got), bytes);
   header_have_ = static_cast<std::size_t>(got) - payload;
   piece_left_ -= payload;

@@ -55,8 +55,9 @@ class Pull : public Operation {
 
   unsigned one_sided() const noexcept;
   void begin_request(wire::Writer request, Phase then);
-  bool flush(Need& need);                      // the request in out_
+  bool flush(Need& need);                       // the request in out_
   bool await_answer(Frame& frame, Need& need);  // one frame on the lane
+  void ask_again(bool harmless, Need& need);
   bool next_missing_segment();
   void resolved(Frame& frame);
   void make_plan_now();

@@ -47,7 +47,6 @@ Need Push::converse(const Target& target, const TensorRange& source, const Tenso
     wire::put_geometry(request, ask_.source->geometry);
     wire::put_moves(request, *ask_.moves, source, destination);
     request.put(static_cast<std::uint32_t>(check_too_.size())).raw(check_too_.data(), check_too_.size() * sizeof(std::uint64_t));
-    check_too_.clear();
     if (request.body_bytes() > wire::max_request_bytes)
       throw Error(Kind::invalid_argument, "the block lists of one push are too long; push them in several calls");
     out_ = request.take();
@@ -57,9 +56,17 @@ Need Push::converse(const Target& target, const TensorRange& source, const Tenso
   }
   while (!lane_->preface.empty() || out_sent_ < out_.size()) {
     const bool preface = !lane_->preface.empty();
-    if (!preface && out_sent_ == 0) announce_segments();
-    const long n = send_some(lane_->descriptor.get(), preface ? std::span<const std::uint8_t>(lane_->preface) : std::span<const std::uint8_t>(out_).subspan(out_sent_));
-    if (n < 0) give_up({Kind::peer_lost, link_->label() + " closed a lane", false, true});
+    const int fd = lane_->descriptor.get();
+    // What is sent over TCP to a peer that has closed seems to go, and might have been carried out: look first.
+    const bool closed = !preface && out_sent_ == 0 && closed_by_peer(fd);
+    if (!closed && !preface && out_sent_ == 0) announce_segments();
+    const auto bytes = preface ? std::span<const std::uint8_t>(lane_->preface) : std::span<const std::uint8_t>(out_).subspan(out_sent_);
+    const long n = closed ? -1 : send_some(fd, bytes);
+    if (n < 0) {  // the request has not gone out whole, so nobody has begun
+      asked_ = false;
+      if (!change_lane()) give_up(lane_closed());
+      return converse(target, source, destination);
+    }
     if (n == 0) return Need::writable;
     if (preface)
       lane_->preface.erase(lane_->preface.begin(), lane_->preface.begin() + n);
@@ -69,7 +76,7 @@ Need Push::converse(const Target& target, const TensorRange& source, const Tenso
   Frame frame;
   switch (in_->read(lane_->descriptor.get(), frame)) {
     case FrameBuffer::State::would_block: return Need::readable;
-    case FrameBuffer::State::lost: give_up({Kind::peer_lost, link_->label() + " closed the lane of this push", false, true});
+    case FrameBuffer::State::lost: give_up(lane_closed());
     case FrameBuffer::State::frame: break;
   }
   if (frame.header.operation != number()) throw wire::WireError("an answer to something that was not asked");
@@ -77,6 +84,7 @@ Need Push::converse(const Target& target, const TensorRange& source, const Tenso
   give_lane();
   asked_ = false;
   out_.clear();
+  check_too_.clear();
   touched_ |= answer.outcome.touched || answer.bytes > 0;
   if (!answer.outcome.ok()) throw Error(answer.outcome);
   bytes_ += answer.bytes;

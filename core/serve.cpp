@@ -44,17 +44,20 @@ class Send : public Operation {
 
   Need step() override {
     for (;;) {
-      if (must_stop()) throw Error(stop_reason());
-      if (!end_.empty() && piece_left_ == 0 && header_sent_ == sizeof header_) {
-        while (end_sent_ < end_.size()) {
-          const long n = send_some(descriptor(), std::span(end_).subspan(end_sent_));
-          if (n < 0) throw Error(Kind::peer_lost, "the peer closed its lane");
-          if (n == 0) return Need::writable;
-          end_sent_ += static_cast<std::size_t>(n);
-        }
+      const bool ending = !end_.empty() && piece_left_ == 0 && header_sent_ == sizeof header_;
+      if (ending && end_sent_ == end_.size()) {
+        // Whatever the clock says by now: the peer may have all of it and use the lane again.
         whole_ = true;
         finish({}, cursor_.position(), Transport::socket);
         return Need::done;
+      }
+      if (must_stop()) throw Error(stop_reason());
+      if (ending) {
+        const long n = send_some(descriptor(), std::span(end_).subspan(end_sent_));
+        if (n < 0) throw Error(Kind::peer_lost, "the peer closed its lane");
+        if (n == 0) return Need::writable;
+        end_sent_ += static_cast<std::size_t>(n);
+        continue;
       }
       if (piece_left_ == 0 && header_sent_ == sizeof header_) {
         header_ = {};

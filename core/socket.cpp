@@ -206,6 +206,12 @@ Descriptor peer_pidfd(int unix_fd, std::int64_t pid) {
   return {};
 }
 
+bool closed_by_peer(int fd) {
+  char byte;
+  const ssize_t n = ::recv(fd, &byte, 1, MSG_PEEK | MSG_DONTWAIT);
+  return n == 0 || (n < 0 && errno != EAGAIN && errno != EWOULDBLOCK && errno != EINTR && errno != ENOTCONN);
+}
+
 void tune_lane(int fd) {
   int domain = 0;
   socklen_t length = sizeof domain;

@@ -40,6 +40,8 @@ Endpoint peer_endpoint(int fd);
 std::optional<Credentials> peer_credentials(int unix_fd);
 Descriptor peer_pidfd(int unix_fd, std::int64_t pid);  // SO_PEERPIDFD where there is one; empty if it cannot be had
 
+bool closed_by_peer(int fd);  // or lost; false as long as there is something to read, or it is still connecting
+
 void tune_lane(int fd);  // TCP_NODELAY, buffers
 
 // One non-blocking write of `bytes` (and descriptors with its first byte): how many went, 0 for "would block", -1 for lost.

@@ -4,13 +4,33 @@ Every case is two real processes. The process that copies is stopped for an inst
 then falls into the transfer for certain; two tests strike while it runs.
 """
 
+import random
+import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 import kvferry
-from failure_support import CASES, FEW, OLD, REFILL, Ferry, Peers, dice, ended, kept, outcome, until
+from failure_support import (
+    CASES,
+    FEW,
+    NEW,
+    OLD,
+    REFILL,
+    Ferry,
+    Peers,
+    Side,
+    dice,
+    ended,
+    kept,
+    mapped,
+    outcome,
+    seed,
+    until,
+)
 
 DEADLINE_MS = 250
 SLACK_S = 0.3
@@ -124,6 +144,57 @@ def test_what_the_caller_ends_in_the_middle_writes_nothing_more(ferry: Ferry, by
         allowed |= {f"{kind} settled", f"{kind} touched settled", *([] if pulls else [f"{kind} touched"])}
     assert set(ends) <= allowed
     ferry.goes_on()
+
+
+class Hurried(Side):
+    """Asks for more than the time allows, from many threads at once."""
+
+    def hurry(self, transports: "list[str]", threads: int, for_s: float) -> "dict[str, int]":
+        ends: Counter[str] = Counter()
+        until_s = time.monotonic() + for_s
+
+        def ask(number: int) -> None:
+            chance = random.Random(seed + number)
+            mine = self.node.register("", mapped((64, 1024)))
+            while time.monotonic() < until_s:
+                more: Any = {"timeout_ms": chance.randint(0, 3), "transport": chance.choice(transports)}
+                more["blocks"] = {chance.randrange(64): chance.randrange(64) for _ in range(chance.choice((1, 8, 60)))}
+                try:
+                    match chance.randrange(4):
+                        case 0:
+                            self._link().pull("kv", into=mine, **more)
+                        case 1:
+                            self._link().pull_async("kv", into=mine, **more).wait()
+                        case 2:
+                            self._link().push(mine, to="kv", **more)
+                        case _:
+                            self._link().push_async(mine, to="kv", **more).wait()
+                    ends["arrived"] += 1
+                except kvferry.KvferryError as error:
+                    ends[error.kind if error.kind == "deadline" else repr(error)] += 1
+
+        workers = [threading.Thread(target=ask, args=(number,)) for number in range(threads)]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+        return ends
+
+
+@pytest.mark.parametrize("over", ["unix", "tcp"])
+@pytest.mark.parametrize("who", ["dialler", "listener"])
+def test_who_has_no_time_hears_of_the_time_and_of_nothing_else(peers: Peers, over: str, who: str) -> None:
+    """A lane that is closed because of one deadline is nobody else's error."""
+    options: dict[str, Any] = {"transports": ("socket",)} if over == "tcp" else {}
+    dialler, listener = (peers("test_failures_peers:Hurried", options, name=name) for name in ("dialler", "listener"))
+    dialler.call("link", listener.call("address"))
+    hurried, other = (dialler, listener) if who == "dialler" else (listener, dialler)
+    until(lambda: hurried.call("alive") == [True], "the link is up")
+    other.call("cache", "kv", "registered", 64, 8192, NEW)
+    ends = hurried.call("hurry", ["socket"] if over == "tcp" else ["cma", "socket"], 32, 1.5)
+    print(ends)
+    assert set(ends) == {"arrived", "deadline"}
+    assert hurried.call("alive") == [True]
 
 
 # --- killed -----------------------------------------------------------------------------------------------------------

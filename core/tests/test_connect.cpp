@@ -123,6 +123,116 @@ static void lanes_that_are_refused_cost_little() {
   CHECK(lanes >= 3 && lanes < 60 && link->alive());
 }
 
+// A node that has linked to a stranger, and the stranger's end of its lanes.
+struct Lanes {
+  Listener listener;
+  Node node;
+  Owned mine;
+  std::shared_ptr<Link> link;
+  std::vector<Descriptor> reverse;  // on which the stranger might ask
+
+  Lanes() : node(with_secret(1)), mine(node.registry(), {"kv", 1, 4, 64}) {
+    std::thread linking([&] { link = node.connect(listener.at.host, listener.at.port, Deadline::after_ms(2000)); });
+    listener.welcome(7, secret);
+    linking.join();
+  }
+  // The next lane on which the node asks; none in time: an empty one.
+  Descriptor next(LaneUse use, int within_ms = 5000) {
+    for (const auto until = Deadline::after_ms(within_ms);;) {
+      Descriptor lane;
+      int error = 0;
+      if (!eventually([&] { return static_cast<bool>(lane = accept_on(listener.listener.get(), error)); }, static_cast<int>(until.left_ms()))) return {};
+      const auto said = hello::read_lane(receive(lane));
+      if (!said.reverse && said.use == use) return lane;
+      reverse.push_back(std::move(lane));
+    }
+  }
+  std::shared_ptr<Operation> pull() {
+    auto pull = node.pull(link, by_name("kv"), mine.id(), whole(), Deadline::after_ms(5000), by_socket);
+    pull->start();
+    return pull;
+  }
+  std::shared_ptr<Operation> push() {
+    auto push = node.push(link, mine.id(), by_name("kv"), whole(), Deadline::after_ms(5000), by_socket);
+    push->start();
+    return push;
+  }
+  static void answer(const Descriptor& lane, const Frame& request, bool consumed = false) {
+    if (request.header.type == wire::Type::pull) {
+      const Bytes bytes(256, 9);
+      send(lane, wire::Writer(wire::Type::piece, request.header.operation).raw(bytes.data(), bytes.size()).take());
+    }
+    send(lane, ended_frame(request.header.operation, {}, 256, Transport::socket, consumed ? wire::flag_consume : 0));
+  }
+  void served(const Descriptor& lane, const std::shared_ptr<Operation>& operation) {
+    answer(lane, receive(lane));
+    CHECK(operation->wait(Deadline::after_ms(3000)) && operation->result().outcome.ok());
+  }
+};
+
+static void a_lane_that_was_closed_while_it_lay_idle_costs_no_operation() {
+  Lanes lanes;
+  auto pulling = lanes.pull();
+  auto small = lanes.next(LaneUse::small), bulk = lanes.next(LaneUse::bulk);  // says at once what it is, unused as it is
+  lanes.served(small, pulling);
+  auto pushing = lanes.push();
+  auto push = lanes.next(LaneUse::push);
+  lanes.served(push, pushing);
+  for (const bool hard : {false, true}) {
+    for (auto* lane : {&small, &bulk, &push}) hard ? reset(std::move(*lane)) : lane->reset();
+    sleep_ms(20);  // until the node's kernel knows
+    pulling = lanes.pull();
+    lanes.served(small = lanes.next(LaneUse::small), pulling);
+    bulk = lanes.next(LaneUse::bulk);  // the other one was found closed on that occasion
+    pushing = lanes.push();
+    lanes.served(push = lanes.next(LaneUse::push), pushing);
+  }
+  // In the moment in which it is asked: a pull is asked again. It was read, and not a byte of an answer came.
+  pulling = lanes.pull();
+  receive(small);
+  small.reset();
+  lanes.served(small = lanes.next(LaneUse::small), pulling);
+  CHECK(lanes.link->alive() && lanes.link->failures.load() == 0);
+}
+
+static void what_may_have_been_carried_out_is_not_asked_twice() {
+  Lanes lanes;
+  auto pushing = lanes.push();
+  auto push = lanes.next(LaneUse::push);
+  receive(push);
+  push.reset();
+  CHECK(pushing->wait(Deadline::after_ms(3000)));
+  CHECK(pushing->result().outcome.kind == Kind::peer_lost && pushing->result().outcome.touched && !pushing->result().outcome.settled);
+  push = lanes.next(LaneUse::push);  // opened in its place
+  std::uint8_t byte;
+  CHECK(receive_some(push.get(), {&byte, 1}) == 0);  // and nothing is asked on it
+
+  const auto pulling = lanes.pull();
+  auto small = lanes.next(LaneUse::small);
+  Lanes::answer(small, receive(small), true);
+  CHECK(receive(small).header.type == wire::Type::consume);
+  small.reset();
+  CHECK(pulling->wait(Deadline::after_ms(3000)) && pulling->result().outcome.kind == Kind::peer_lost && pulling->result().outcome.touched);
+  small = lanes.next(LaneUse::small);
+  CHECK(receive_some(small.get(), {&byte, 1}) == 0);
+}
+
+static void a_peer_that_closes_every_lane_is_not_asked_for_ever() {
+  Lanes lanes;
+  const auto pulling = lanes.pull();
+  int asked = 0;
+  while (!pulling->done() && asked < 10)
+    if (const auto small = lanes.next(LaneUse::small, 200)) {
+      try {
+        receive(small, wire::max_request_bytes, 200);
+        ++asked;
+      } catch (const Error&) {  // opened in place of the last one that was asked on
+      }
+    }
+  CHECK(pulling->wait(Deadline::after_ms(3000)) && pulling->result().outcome.kind == Kind::peer_lost && asked == 3);
+  CHECK(lanes.link->alive());
+}
+
 // A node is closed while others link to it and it links to them.
 static void closing_while_linking() {
   for (int round = 0; round < 20; ++round) {
@@ -155,6 +265,9 @@ int main() {
   a_pair_without_a_local_step_moves_bytes_over_tcp();
   lanes_come_back_when_their_listener_does();
   lanes_that_are_refused_cost_little();
+  a_lane_that_was_closed_while_it_lay_idle_costs_no_operation();
+  what_may_have_been_carried_out_is_not_asked_twice();
+  a_peer_that_closes_every_lane_is_not_asked_for_ever();
   closing_while_linking();
   return TEST_RESULT();
 }
