@@ -2,7 +2,7 @@
 #
 #   make demo     two processes, one real transformer, its KV cache handed over
 #   make test     all tests: the native core's, those that need numpy alone, then those that need torch
-#   make quick    half a minute: what changed is rebuilt, the fast tests run
+#   make quick    half a minute: what changed is rebuilt, the core's tests and the fast ones of the others run
 #   make check    what a change must pass: format, lint, types, layers, sanitizers, all tests, the examples in the docs
 #   make bench    how fast, against the limits of this machine
 #   make clean    forget everything built; `make distclean` forgets .venv too

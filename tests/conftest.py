@@ -1,4 +1,4 @@
-"""What every test has: an end to hanging, and ``peers``."""
+"""What every test has: an end to hanging, and ``peers``; and which tests `make quick` leaves out."""
 
 from collections.abc import Callable, Iterator
 
@@ -8,6 +8,22 @@ from support import Peer
 from support.watchdog import pytest_configure
 
 __all__ = ["peers", "pytest_configure"]  # pytest calls the second: it installs the watchdog
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest looks for marks
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """``quick("that", "this[map]")`` makes every test slow whose name contains none of these parts."""
+    unused: dict[str, set[str]] = {}
+    for item in items:
+        if chosen := item.get_closest_marker("quick"):
+            parts = {part for part in chosen.args if part in item.name}
+            unused.setdefault(item.path.name, set(chosen.args)).difference_update(parts)
+            if not parts:
+                item.add_marker(pytest.mark.slow)
+    some_of_a_file = config.getoption("lf") or any("::" in argument for argument in config.args)
+    for name, parts in unused.items():
+        if parts and not some_of_a_file:
+            raise pytest.UsageError(f"{name}: pytest.mark.quick names {sorted(parts)}, and no test there is called so")
 
 
 @pytest.fixture

@@ -42,6 +42,7 @@ time.sleep(0.2 + 0.2 * random.random())
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("call", ["pull", "link"])
 def test_a_process_ends_well_while_daemon_threads_are_in_the_middle_of_calls(call: str) -> None:
     for _ in range(6):

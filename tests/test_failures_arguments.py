@@ -308,6 +308,7 @@ def test_errors_of_transfers_name_peer_cache_and_operation(here: Here, verb: str
 MANY = 1_000_000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verb", ["pull", "push"])
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_million_blocks_go_in_one_call(peers: Peers, verb: str, transport: str) -> None:

@@ -17,6 +17,12 @@ from failure_support import NEW, OLD, SETTLE_S, Memory, mapped, until, words
 from kvferry import Addresses, RequestKey, _core
 from support import Peer
 
+pytestmark = pytest.mark.quick(
+    "[allocated-test:0-any]",
+    "[registered-test:0-any]",
+    "[test:0-test:0-tcp]",
+)
+
 BLOCKS, BLOCK_BYTES, TENSORS = 9, 8 << 10, 4
 TIME_MS = 5000
 HIDDEN = "test:0"

@@ -16,6 +16,17 @@ import pytest
 import kvferry
 from failure_support import MOVED, NEW, OLD, PATIENCE_S, Peers, Side, ended, mapped, until, words
 
+pytestmark = pytest.mark.quick(
+    "nobody_else_anything[any]",
+    "unregisters_unlinks_and_closes_at_once",
+    "none_is_left_in_the_list",
+    "as_fast_as_all_others[actor-push-map]",
+    "as_fast_as_all_others[other-pull-cma]",
+    "as_fast_as_all_others[other-push-socket]",
+    "finds_the_node_closed",
+    "leaves_nothing_behind",
+)
+
 SIDE = "failure_support:Side"
 BLOCKS, BLOCK_BYTES = 8, 4096
 WHERE = {"map": "allocated", "cma": "registered", "socket": "registered"}

@@ -32,6 +32,13 @@ from failure_support import (
     until,
 )
 
+pytestmark = pytest.mark.quick(
+    "costs_the_deadline_and_no_more[pull-socket-tcp]",
+    "nothing_more[pull-socket-tcp-cancelled]",
+    "source_killed_in_the_middle_is_a_lost_peer[push-socket-tcp]",
+    "destination_killed_in_the_middle_is_a_lost_peer[pull-map]",
+)
+
 DEADLINE_MS = 250
 SLACK_S = 0.3
 

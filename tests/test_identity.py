@@ -19,6 +19,14 @@ from identity_support import (
 )
 from support import Peer
 
+pytestmark = pytest.mark.quick(
+    "is_not_the_owner[cma]",
+    "does_not_hide_the_death_of_its_parent[socket]",
+    "without_a_secret[of root]",
+    "are_refused[right-wrong]",
+    "says_so[pull]",
+)
+
 SIDE = "failure_support:Side"
 MODULES = ("failure_support", "kvferry", "numpy")  # what another user cannot read any more when it needs them
 NOBODY = 65534

@@ -229,6 +229,7 @@ def test_nothing_outlives_a_test_run_that_is_killed(tmp_path: Path) -> None:
     assert ended(peer)
 
 
+@pytest.mark.slow
 def test_a_hung_test_is_ended_with_the_stacks_of_all_its_processes(tmp_path: Path) -> None:
     run = start_pytest(
         tmp_path,
@@ -251,6 +252,7 @@ def test_a_hung_test_is_ended_with_the_stacks_of_all_its_processes(tmp_path: Pat
     assert ended(int(output.split("PEER")[1].split()[0]))
 
 
+@pytest.mark.slow
 def test_a_test_that_hangs_in_c_with_the_interpreter_held_is_ended_too(tmp_path: Path) -> None:
     run = start_pytest(
         tmp_path,

@@ -32,6 +32,14 @@ from failure_support import (
 )
 from support import Peer
 
+pytestmark = pytest.mark.quick(
+    "what_has_ended[window-pull-map]",
+    "when_its_source_has_ended[by name-pull-map]",
+    "goes_on[window-push-cma]",
+    "no_others[pull-map]",
+    "are_not_written[push-socket-tcp]",
+)
+
 PULLS = [case for case in CASES if case.verb == "pull"]
 PUSHES = [case for case in CASES if case.verb == "push"]
 PROMPT_S = 0.5  # to end a window or a cache takes a piece in hand at most, not a peer

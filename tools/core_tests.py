@@ -28,7 +28,7 @@ def main(kinds: list[str]) -> None:
     with only_one("build"):
         if not kinds:
             cmake("--build", BUILD, "--target", "kvferry_core_tests")
-            ctest(BUILD)
+            ctest(BUILD, together=len(os.sched_getaffinity(0)))
         for kind in kinds:
             if kind == "strict":
                 say("compiling core and module with warnings as errors")
@@ -57,9 +57,11 @@ def configure(name: str, *definitions: str) -> None:
     cmake("-S", ROOT, "-B", tree, "-G", "Ninja", ninja, "-DKVFERRY_WERROR=ON", *definitions)
 
 
-def ctest(tree: Path, prefix: "list[str] | None" = None) -> None:
+def ctest(tree: Path, prefix: "list[str] | None" = None, together: int = 1) -> None:
+    """``together``: how many programs run at a time. Under a sanitizer each of them has the machine for itself."""
     command = [*(prefix or []), str(VENV / "bin" / "ctest"), "--test-dir", str(tree), "--output-on-failure"]
-    result = subprocess.run([*command, "--no-tests=error"], env=OPTIONS | os.environ, check=False)
+    command += ["--no-tests=error", f"-j{together}"]
+    result = subprocess.run(command, env=OPTIONS | os.environ, check=False)
     if result.returncode:
         stop("The core's own tests failed (see above).")
 

@@ -190,6 +190,7 @@ def test_linking_and_unlinking(here: Side, there: Peer) -> None:
     assert here.link(THERE, port) == both(SUCCESS)
 
 
+@pytest.mark.slow
 def test_after_unlink_nothing_is_pulled_from_either_side(linked: tuple[Side, Peer]) -> None:
     here, there = linked
     mine, far = here.register(SHAPE, req_ids=[1]), there.call("register", SHAPE, req_ids=[1])
@@ -213,6 +214,7 @@ def test_the_side_that_did_not_link_may_unlink_by_force(linked: tuple[Side, Peer
     here.pull_cache(("request", THERE, 1), mine)
 
 
+@pytest.mark.slow
 def test_unlinking_without_an_address_needs_force(linked: tuple[Side, Peer]) -> None:
     here, _ = linked
     info = LLMClusterInfo()
@@ -232,6 +234,7 @@ def test_somebody_who_never_answers(here: Side) -> None:
         assert here.link(THERE, silent.getsockname()[1], 300) == both(LLMStatusCode.LLM_TIMEOUT)
 
 
+@pytest.mark.slow
 def test_a_wrong_id_still_links_but_is_not_the_peers(here: Side, there: Peer) -> None:
     mine = here.register(SHAPE)
     there.call("register", SHAPE, req_ids=[1])
@@ -240,6 +243,7 @@ def test_a_wrong_id_still_links_but_is_not_the_peers(here: Side, there: Peer) ->
     here.pull_cache(("request", THERE, 1), mine)
 
 
+@pytest.mark.slow
 def test_several_clusters_in_one_call(here: Side, start_there: Callable[..., Peer]) -> None:
     one, two = start_there(20), start_there(2**64 - 1)
     asked = [cluster(20, one.call("where")), cluster(3, free_port()), cluster(2**64 - 1, two.call("where"))]
@@ -291,6 +295,7 @@ def test_linking_to_itself_works_and_pulling_from_itself_does_not(here: Side) ->
     assert here.unlink(HERE, here.port) == both(SUCCESS)
 
 
+@pytest.mark.slow
 def test_two_processes_of_one_cluster_id_may_share(here: Side, start_there: Callable[..., Peer]) -> None:
     namesake = start_there(HERE)
     namesake.call("register", SHAPE, req_ids=[1])
@@ -299,6 +304,7 @@ def test_two_processes_of_one_cluster_id_may_share(here: Side, start_there: Call
     here.pull_cache(("request", HERE, 1), mine)
 
 
+@pytest.mark.slow
 def test_a_peer_that_came_back_is_reached_after_relinking(here: Side, start_there: Callable[..., Peer]) -> None:
     there = start_there()
     port = there.call("where")
@@ -316,6 +322,7 @@ def test_a_peer_that_came_back_is_reached_after_relinking(here: Side, start_ther
     here.pull_cache(("request", THERE, 1), mine)
 
 
+@pytest.mark.slow
 def test_a_peer_that_was_finalized_and_came_back(linked: tuple[Side, Peer]) -> None:
     here, there = linked
     mine = here.register(SHAPE)
@@ -329,6 +336,7 @@ def test_a_peer_that_was_finalized_and_came_back(linked: tuple[Side, Peer]) -> N
     here.pull_cache(("request", THERE, 1), mine)
 
 
+@pytest.mark.slow
 def test_a_restarted_client_replaces_its_stale_link(here: Side, start_there: Callable[..., Peer]) -> None:
     first = start_there()
     assert first.call("link", HERE, here.port) == both(SUCCESS)
@@ -339,6 +347,7 @@ def test_a_restarted_client_replaces_its_stale_link(here: Side, start_there: Cal
     here.pull_cache(("request", THERE, 1), here.register(SHAPE))
 
 
+@pytest.mark.slow
 def test_each_side_of_the_hixl_backend_links_for_itself(
     start_here: Callable[..., Side], start_there: Callable[..., Peer]
 ) -> None:
@@ -351,6 +360,7 @@ def test_each_side_of_the_hixl_backend_links_for_itself(
 # --- roles
 
 
+@pytest.mark.slow
 def test_switch_role_moves_the_listener(here: Side, there: Peer) -> None:
     datadist, port = here.datadist, free_port()
     datadist.switch_role(LLMRole.DECODER, {"llm.listenIpInfo": f"{LOOPBACK}:{port}"})
@@ -364,11 +374,13 @@ def test_switch_role_moves_the_listener(here: Side, there: Peer) -> None:
     assert there.call("link", HERE, here.port) == both(SUCCESS)
 
 
+@pytest.mark.slow
 def test_switch_role_without_an_address_closes_the_listener(here: Side, there: Peer) -> None:
     here.datadist.switch_role(LLMRole.DECODER)
     assert there.call("link", HERE, here.port, 500)[0] == LLMStatusCode.LLM_LINK_FAILED
 
 
+@pytest.mark.slow
 def test_switch_role_to_a_port_in_use_leaves_the_listener(here: Side, there: Peer) -> None:
     options = {"llm.listenIpInfo": f"{LOOPBACK}:{there.call('where')}"}
     assert status_of(lambda: here.datadist.switch_role(LLMRole.DECODER, options)) == LLMStatusCode.LLM_FAILED

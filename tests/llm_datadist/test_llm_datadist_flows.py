@@ -10,6 +10,12 @@ from datadist_side import Side, at
 from llm_datadist import LLMException, LLMStatusCode
 from support import Peer
 
+pytestmark = pytest.mark.quick(
+    "by_its_request_key[map",
+    "pulled_and_pushed[socket]",
+    "used_up_by_its_pull",
+)
+
 HERE, THERE = 1, 0
 SUCCESS = LLMStatusCode.LLM_SUCCESS
 SHAPE = [4, 4, 8]

@@ -12,6 +12,11 @@ from datadist_side import Side
 from llm_datadist import LLMStatusCode
 from support import Peer
 
+pytestmark = pytest.mark.quick(
+    "layers_are_asked_for_once[map",
+    "is_a_failure[socket]",
+)
+
 HERE, THERE = 1, 0
 SHAPE = [4, 4, 8]
 SUCCESS, INVALID = LLMStatusCode.LLM_SUCCESS, LLMStatusCode.LLM_PARAM_INVALID
