@@ -28,9 +28,9 @@ def kv(tensors: int = 4, blocks: int = 6) -> list[Any]:
 
 def python(program: str, timeout: float = 30.0) -> "subprocess.CompletedProcess[str]":
     """Runs a program of its own; its status, what it printed, what it complained about."""
-    return subprocess.run(
-        [sys.executable, "-c", dedent(program)], capture_output=True, text=True, timeout=timeout, check=False
-    )
+    no_word_of_forks = ["-W", "ignore:This process:DeprecationWarning"]  # beside threads: since Python 3.12
+    command = [sys.executable, *no_word_of_forks, "-c", dedent(program)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
 
 
 def log_threads() -> int:
