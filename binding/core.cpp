@@ -14,6 +14,7 @@
 
 #include "../core/copier.hpp"
 #include "../core/host.hpp"
+#include "../core/interrupt.hpp"
 #include "../core/node.hpp"
 #include "gil.hpp"
 
@@ -58,6 +59,38 @@ void raise(const Error& error) {
   set("destination_settled", PyBool_FromLong(outcome.settled));
   PyErr_SetObject(type, exception);
   Py_DECREF(exception);
+}
+
+// ---- waiting
+
+// Whether a signal handler of Python has raised, as Ctrl-C's does. Handlers run on the main thread alone: for others, no.
+bool handler_has_raised() {
+  const WithGil held;
+  return PyErr_Occurred() != nullptr || PyErr_CheckSignals() != 0;
+}
+
+// Does what may wait, without the GIL and so that Ctrl-C ends it: then it has ended as a cancelled call does, and what the
+// handler has raised goes on in its place.
+template <typename Work>
+auto waiting(Work&& work) {
+  const auto here = [&work] {
+    const WithoutGil released;
+    const Interruptible asks(handler_has_raised);
+    return work();
+  };
+  try {
+    if constexpr (std::is_void_v<decltype(work())>) {
+      here();
+      if (PyErr_Occurred() != nullptr) throw nb::python_error();
+    } else {
+      auto made = here();
+      if (PyErr_Occurred() != nullptr) throw nb::python_error();
+      return made;
+    }
+  } catch (const Error&) {
+    if (PyErr_Occurred() != nullptr) throw nb::python_error();
+    throw;
+  }
 }
 
 // ---- arguments
@@ -184,23 +217,22 @@ constexpr std::uint64_t keep_gil_bytes = 64 << 10;
 
 Done run(Operation& operation, bool keep_gil) {
   if (keep_gil) return done_of(operation, operation.run_here());
-  Result result;
-  bool interrupted = false;
-  {
-    const WithoutGil released;
-    result = operation.run_here([&interrupted] {  // asked about five times a second: Ctrl-C ends a long wait
-      const WithGil held;
-      return interrupted = interrupted || PyErr_CheckSignals() != 0;
-    });
-  }
-  if (interrupted) throw nb::python_error();
-  return done_of(operation, result);
+  return done_of(operation, waiting([&] { return operation.run_here(); }));
 }
 
 Done pull(PyLink& self, const Target& target, std::uint64_t into, std::shared_ptr<const Moves> moves, std::int64_t timeout_ms, int transport) {
   const auto deadline = deadline_of(timeout_ms);
   const auto operation = self.node->pull(self.link, target, into, moves, deadline, transports_of(transport));
   return run(*operation, operation->will_not_wait(keep_gil_bytes));
+}
+
+bool cancel(Operation& operation) {
+  return waiting([&] {
+    const bool was_running = !operation.done();
+    operation.cancel();
+    operation.wait(Deadline::after_ms(60'000));  // the piece in hand
+    return was_running;
+  });
 }
 
 PyTransfer started(const std::shared_ptr<Node>& node, std::shared_ptr<Operation> operation) {
@@ -341,23 +373,12 @@ NB_MODULE(_core, m) {
       .def("done", [](PyTransfer& self) { return self.operation->done(); })
       .def("wait", [](PyTransfer& self, std::int64_t timeout_ms) {
         const auto until = deadline_of(timeout_ms);
-        bool done;
-        {
-          const WithoutGil released;
-          done = self.operation->wait(until);
-        }
-        if (!done)
+        if (!waiting([&] { return self.operation->wait(until); }))
           throw Error({Kind::deadline, "still in flight when the wait was over", false, true}, self.operation->link()->label(),
                       self.operation->subject(), self.operation->verb());
         return done_of(*self.operation, self.operation->result());
       }, "timeout_ms"_a)
-      .def("cancel", [](PyTransfer& self) {
-        const WithoutGil released;
-        const bool was_running = !self.operation->done();
-        self.operation->cancel();
-        self.operation->wait(Deadline::after_ms(60'000));  // the piece in hand
-        return was_running;
-      })
+      .def("cancel", [](PyTransfer& self) { return cancel(*self.operation); })
       .def("notify", [](PyTransfer& self, PyNotifier& notifier, std::uint64_t token) { return self.operation->notify(notifier.notifier, token); });
 
   nb::class_<PyLayerPush>(m, "LayerPush")
@@ -366,13 +387,7 @@ NB_MODULE(_core, m) {
         const WithoutGil released;
         self.push->layer_ready(number);
       })
-      .def("cancel", [](PyLayerPush& self) {
-        const WithoutGil released;
-        const bool was_running = !self.push->done();
-        self.push->cancel();
-        self.push->wait(Deadline::after_ms(60'000));
-        return was_running;
-      })
+      .def("cancel", [](PyLayerPush& self) { return cancel(*self.push); })
       .def_prop_ro("transfer", [](PyLayerPush& self) { return PyTransfer{self.node, self.push}; });
 
   nb::class_<PyPrepared>(m, "Prepared").def("run", [](PyPrepared& self, std::int64_t timeout_ms) {
@@ -413,16 +428,11 @@ NB_MODULE(_core, m) {
       }, "source"_a, "target"_a, "moves"_a, "layers"_a, "tensors_per_layer"_a, "destination_layers"_a, "timeout_ms"_a, "transport"_a = 0)
       .def("prepare_pull", [](PyLink& self, const Target& target, std::uint64_t into, std::shared_ptr<const Moves> moves, std::int64_t timeout_ms, int transport) {
         const auto deadline = deadline_of(timeout_ms);
-        const WithoutGil released;
-        return PyPrepared{self.node, self.node->prepare(self.link, target, into, std::move(moves), deadline, transports_of(transport))};
+        return PyPrepared{self.node, waiting([&] { return self.node->prepare(self.link, target, into, std::move(moves), deadline, transports_of(transport)); })};
       }, "target"_a, "into"_a, "moves"_a, "timeout_ms"_a, "transport"_a = 0)
       .def("describe", [](PyLink& self, const Target& target, std::int64_t timeout_ms) {
         const auto deadline = deadline_of(timeout_ms);
-        std::pair<std::shared_ptr<const Source>, Transport> found;
-        {
-          const WithoutGil released;
-          found = self.node->describe(self.link, target, deadline);
-        }
+        const auto found = waiting([&] { return self.node->describe(self.link, target, deadline); });
         const auto& g = found.first->geometry;
         nb::dict d = statistics_of(self);
         nb::dict out;
@@ -446,8 +456,7 @@ NB_MODULE(_core, m) {
       }, "target"_a, "timeout_ms"_a)
       .def("unlink", [](PyLink& self, std::int64_t timeout_ms, bool force) {
         const auto deadline = deadline_of(timeout_ms);
-        const WithoutGil released;
-        self.node->unlink(self.link, deadline, force);
+        waiting([&] { self.node->unlink(self.link, deadline, force); });
       }, "timeout_ms"_a, "force"_a = false)
       .def("statistics", &statistics_of);
 
@@ -488,8 +497,7 @@ NB_MODULE(_core, m) {
       .def("connect", [](PyNode& self, const std::string& host, int port, std::int64_t timeout_ms) {
         if (port < 0 || port > 65535) throw Error(Kind::invalid_argument, "a port lies in 0 .. 65535, not " + std::to_string(port));
         const auto deadline = deadline_of(timeout_ms);
-        const WithoutGil released;
-        return PyLink{self.node, self.node->connect(host, static_cast<std::uint16_t>(port), deadline)};
+        return PyLink{self.node, waiting([&] { return self.node->connect(host, static_cast<std::uint16_t>(port), deadline); })};
       }, "host"_a, "port"_a, "timeout_ms"_a)
       .def("links", [](PyNode& self) {
         std::vector<PyLink> links;
@@ -564,8 +572,7 @@ NB_MODULE(_core, m) {
         return registry.close_window(text);
       }, "name"_a)
       .def("copy", [](PyNode& self, std::uint64_t source, std::uint64_t destination, std::shared_ptr<const Moves> moves) {
-        const WithoutGil released;
-        const auto result = self.node->copy(source, destination, *moves);
+        const auto result = waiting([&] { return self.node->copy(source, destination, *moves); });
         return Done{result.bytes, result.nanoseconds, result.transport};
       }, "source"_a, "destination"_a, "moves"_a)
       .def("statistics", [](PyNode& self) {

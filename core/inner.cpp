@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include "host.hpp"
+#include "interrupt.hpp"
 #include "sentence.hpp"
 
 #ifndef PR_SET_PTRACER
@@ -257,7 +258,7 @@ void Control::heartbeat() { send(wire::Writer(wire::Type::heartbeat, 0).take());
 bool Control::ask_to_unlink(const Deadline& deadline) {
   send(wire::Writer(wire::Type::unlink, 0).take());
   std::unique_lock lock(mutex_);
-  answered_.wait_for(lock, std::chrono::milliseconds(deadline.left_ms()), [this] { return unlinked_ || closed_; });
+  wait_on(answered_, lock, deadline, [this] { return unlinked_ || closed_; });
   return unlinked_;
 }
 

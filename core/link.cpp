@@ -10,6 +10,7 @@
 #include <cerrno>
 #include <cstring>
 
+#include "interrupt.hpp"
 #include "serve.hpp"
 
 #ifndef MADV_POPULATE_READ
@@ -425,7 +426,7 @@ bool Link::take_down(Outcome reason) {
 
 bool Link::wait_until_quiet(const Deadline& until) {
   std::unique_lock lock(mutex_);
-  return quiet_.wait_for(lock, std::chrono::milliseconds(until.left_ms()), [this] { return operations_.empty(); });
+  return wait_on(quiet_, lock, until, [this] { return operations_.empty(); });
 }
 
 std::size_t Link::operations() const {

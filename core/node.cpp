@@ -3,6 +3,7 @@
 #include <cstring>
 
 #include "inner.hpp"
+#include "interrupt.hpp"
 #include "sentence.hpp"
 
 namespace kvferry {
@@ -188,6 +189,7 @@ Result Node::copy(std::uint64_t source, std::uint64_t destination, const Moves& 
   std::vector<std::byte> staging;
   bool touched = false;
   while (!cursor.done()) {
+    if (Interruptible::asked_now_and_then()) throw Error({Kind::cancelled, "copy was interrupted", touched, true}, "", to->geometry.label(), "copy");
     const Entered entered(e.guards, guards);
     if (!entered) throw Error({Kind::not_found, "a cache was unregistered while it was being copied", touched, true}, "", to->geometry.label(), "copy");
     touched = true;

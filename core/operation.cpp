@@ -8,6 +8,7 @@
 #include <chrono>
 
 #include "engine.hpp"
+#include "interrupt.hpp"
 #include "link.hpp"
 
 namespace kvferry {
@@ -99,15 +100,14 @@ Operation::~Operation() {
   if (link_) link_->end(*this);
 }
 
-Result Operation::run_here(const std::function<bool()>& interrupted) {
+Result Operation::run_here() {
   link_->begin(shared_from_this());
   for (;;) {
     Need need = guarded_step();
     if (need == Need::readable) link_->spin.until([&] { return (need = guarded_step()) != Need::readable; });
     if (need == Need::done) return result_;
-    constexpr std::int64_t stretch_ms = 200;  // between two questions whether its caller wants to be gone
-    const auto wait_ms = std::min(deadline_.left_ms(), stretch_ms);
-    if (interrupted && interrupted()) cancelled_.store(true);
+    if (Interruptible::asked_now_and_then()) cancelled_.store(true);
+    const auto wait_ms = Interruptible::sleep_ms(deadline_);
     if (need == Need::lane || need == Need::nothing_yet) {
       std::unique_lock lock(mutex_);
       // A granted lane, the link's death and a cancel all come through schedule().
@@ -117,7 +117,7 @@ Result Operation::run_here(const std::function<bool()>& interrupted) {
       continue;
     }
     pollfd p{lane_->descriptor.get(), static_cast<short>(need == Need::readable ? POLLIN : POLLOUT), 0};
-    ::poll(&p, 1, static_cast<int>(wait_ms));
+    if (::poll(&p, 1, static_cast<int>(wait_ms)) < 0 && Interruptible::asked()) cancelled_.store(true);
   }
 }
 
@@ -273,8 +273,7 @@ void Operation::finish(Outcome outcome, std::uint64_t bytes, Transport transport
 bool Operation::wait(const Deadline& until) {
   if (done()) return true;
   std::unique_lock lock(mutex_);
-  const auto left = std::chrono::milliseconds(std::max<std::int64_t>(0, until.left_ms()));
-  return changed_.wait_for(lock, left, [this] { return finished_.load(); });
+  return wait_on(changed_, lock, until, [this] { return finished_.load(); });
 }
 
 void Operation::cancel() {
@@ -322,6 +321,7 @@ Outcome Operation::lane_closed() const {
 }
 
 bool Operation::must_stop() const noexcept {
+  if (Interruptible::asked_now_and_then()) cancelled_.store(true);  // the caller's own thread, in a long copy
   return cancelled_.load(std::memory_order_relaxed) || !link_->alive() || deadline_.passed();
 }
 

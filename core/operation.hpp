@@ -11,7 +11,6 @@
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
-#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -82,15 +81,15 @@ class Operation : public std::enable_shared_from_this<Operation> {
   Operation(const Operation&) = delete;
   Operation& operator=(const Operation&) = delete;
 
-  // On the caller's thread, to the end. `interrupted` is asked while it waits; true cancels it.
-  Result run_here(const std::function<bool()>& interrupted = {});
+  // On the caller's thread, to the end. A caller that wants to be gone (interrupt.hpp) cancels it.
+  Result run_here();
   void start();       // asynchronously, on the crew
   void start_here();  // asynchronously, the first turn on this thread (which may not wait)
   void schedule();    // something it may wait for has come: step again soon (from any thread)
   virtual void help() {}  // a copy thread lends a hand
 
   bool done() const noexcept { return finished_.load(std::memory_order_acquire); }
-  bool wait(const Deadline& until);  // true: done
+  bool wait(const Deadline& until);  // true: done; throws Error(cancelled), and it goes on, when the caller wants to be gone
   const Result& result() const noexcept { return result_; }  // once done
   void cancel();
   bool notify(std::shared_ptr<Notifier> notifier, std::uint64_t token);  // false: done already
@@ -128,7 +127,7 @@ class Operation : public std::enable_shared_from_this<Operation> {
   Deadline deadline_;
   std::unique_ptr<Lane> lane_;
   bool touched_ = false;  // bytes of the destination may have changed
-  std::atomic<bool> cancelled_{false};
+  mutable std::atomic<bool> cancelled_{false};  // also by must_stop(), when the caller wants to be gone
 
  private:
   friend class LanePool;

@@ -15,6 +15,8 @@
 
 #include <memory>
 
+#include "interrupt.hpp"
+
 #ifndef SO_PEERPIDFD
 #define SO_PEERPIDFD 77
 #endif
@@ -52,10 +54,11 @@ sockaddr_un abstract_address(const std::string& name, socklen_t& length) {
 bool wait_for(int fd, short events, const Deadline& deadline) {
   for (;;) {
     pollfd p{fd, events, 0};
-    const int rc = ::poll(&p, 1, static_cast<int>(std::min<std::int64_t>(deadline.left_ms(), 3'600'000)));
+    const int rc = ::poll(&p, 1, static_cast<int>(Interruptible::sleep_ms(deadline)));
     if (rc > 0) return true;
     if (rc == 0 && deadline.passed()) return false;
     if (rc < 0 && errno != EINTR) return true;  // the next call on the descriptor says what is wrong
+    Interruptible::throw_if_asked();
   }
 }
 
@@ -136,7 +139,7 @@ Descriptor dial_tcp(const std::string& host, std::uint16_t port, const Deadline&
       try {
         return finish_dial(std::move(fd), deadline, where);
       } catch (const Error& error) {
-        if (error.outcome().kind == Kind::deadline) throw;
+        if (error.outcome().kind == Kind::deadline || error.outcome().kind == Kind::cancelled) throw;
         last = error.what();
         continue;
       }
@@ -155,6 +158,7 @@ Descriptor dial_abstract(const std::string& name, const Deadline& deadline) {
     if (::connect(fd.get(), reinterpret_cast<const sockaddr*>(&address), length) == 0) return fd;
     if (errno != EAGAIN || deadline.passed())  // EAGAIN: the listener's backlog is full
       throw Error(Kind::link_failed, std::string("its Unix socket does not answer: ") + std::strerror(errno));
+    if (Interruptible::asked_now_and_then()) throw Error(Kind::cancelled, "interrupted while waiting");
     ::usleep(1000);
   }
 }

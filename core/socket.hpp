@@ -22,7 +22,7 @@ struct Credentials {
 // `host` is a numeric address or a name; port 0 lets the kernel choose. Throws Error(address_in_use | invalid_argument).
 Descriptor listen_tcp(const std::string& host, std::uint16_t port);
 Descriptor listen_abstract(const std::string& name);
-// Non-blocking sockets. dial_* with a deadline waits until connected: Error(link_failed | deadline).
+// Non-blocking sockets. dial_* with a deadline waits until connected: Error(link_failed | deadline | cancelled).
 Descriptor dial_tcp(const std::string& host, std::uint16_t port, const Deadline& deadline);
 Descriptor dial_abstract(const std::string& name, const Deadline& deadline);
 // Starts connecting and returns; writes wait until the kernel has connected. Empty if it failed at once.
@@ -49,7 +49,7 @@ long send_some(int fd, std::span<const std::uint8_t> bytes, std::span<const int>
 // One non-blocking read: bytes read, 0 for "would block", -1 for lost or ended. Received descriptors are appended.
 long receive_some(int fd, std::span<std::uint8_t> into, std::vector<Descriptor>* descriptors = nullptr);
 
-// For threads of callers, which may wait. Throw Error(peer_lost | deadline).
+// For threads of callers, which may wait. Throw Error(peer_lost | deadline | cancelled).
 void send_all(int fd, std::span<const std::uint8_t> bytes, const Deadline& deadline, std::span<const int> descriptors = {});
 struct Frame {
   wire::Header header;

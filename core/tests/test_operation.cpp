@@ -3,6 +3,7 @@
 #include <random>
 #include <thread>
 
+#include "../interrupt.hpp"
 #include "alone.hpp"
 
 using namespace kvferry;
@@ -109,7 +110,10 @@ static void a_cancel_is_heard_wherever_it_waits() {
     }
   }
   const auto asked = script(alone, until_flag);
-  CHECK_ENDS(Kind::cancelled, "script was cancelled", asked->run_here([] { return true; }));
+  CHECK_ENDS(Kind::cancelled, "script was cancelled", [&] {
+    const Interruptible here([] { return true; });
+    return asked->run_here();
+  }());
 }
 
 static void a_deadline_ends_it_wherever_it_waits() {
@@ -150,7 +154,7 @@ static void a_link_that_goes_down_ends_its_operations() {
           else if (i % 3 == 1)
             operations[i]->start();
           else
-            operations[i]->run_here([] { return false; });
+            operations[i]->run_here();
         } catch (const Error& error) {
           CHECK(error.outcome().kind == Kind::peer_lost);
           operations[i]->end(error.outcome());

@@ -73,6 +73,9 @@ class LayerPush:
             self._transfer.wait()
         except KvferryError as ending:
             self._raise(error, forgotten, ending)
+        except BaseException:  # Ctrl-C while it waits, which is an exception inside the block like any other
+            self.cancel()
+            raise
 
     async def __aenter__(self) -> "LayerPush":
         return self

@@ -52,6 +52,9 @@ class Link:
     meanwhile: then ``bytes_touched`` says whether the destination spans of this operation may have changed, and
     ``destination_settled`` whether the receiver is known to have stopped. Repeating is safe after every error, except
     that a request key of an allocated cache is used up by the pull that succeeded.
+
+    Ctrl-C ends every wait within a fraction of a second. A pull or push has been cancelled then, and the bytes of its
+    destination are as after an error with ``bytes_touched`` True; the link stays.
     """
 
     __slots__ = ("__weakref__", "_core", "_node", "_targets")
@@ -269,17 +272,21 @@ class Link:
         ``force``: ends this side at once and does not ask the peer, which sees the link go down.
 
         :raises KvferryError: the peer did not answer; the link stays, unless ``force`` is used.
+        :raises KeyboardInterrupt: likewise, until the peer answers after all.
         """
         self._core.unlink(checked_timeout(timeout_ms), force)
 
     def close(self) -> None:
-        """Ends the link, with the peer's consent if it answers within a second, and without it if not."""
+        """Ends the link, with the peer's consent if it answers within a second, and without it if not or on Ctrl-C."""
         try:
             self._core.unlink(_CLOSE_MS, not self._core.alive)
         except NodeClosed:
             return  # it ended with the node
         except KvferryError:
             self._core.unlink(_CLOSE_MS, True)
+        except BaseException:  # Ctrl-C: this side is dropped, and then it goes on
+            self._core.unlink(_CLOSE_MS, True)
+            raise
 
     def statistics(self) -> LinkStatistics:
         """What the link is and did so far; a record that does not change."""

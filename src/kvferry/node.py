@@ -126,7 +126,7 @@ class Node:
         A link that this node had opened to that one before is replaced and goes down.
 
         :raises LinkFailed: nobody answers there. :raises Refused: another secret, version or user.
-        :raises DeadlineExceeded: time was up.
+        :raises DeadlineExceeded: time was up. :raises KeyboardInterrupt: there is no link.
         """
         host, port = parse_address(address)
         return self._wrapped(self._core.connect(host, port, checked_timeout(timeout_ms)))
@@ -276,7 +276,9 @@ class Node:
         return record(NodeStatistics, self._core.statistics())
 
     def close(self) -> None:
-        """Ends its links and caches. When this returns its threads have ended and nothing is read or written any more."""
+        """Ends its links and caches. When this returns its threads have ended and nothing is read or written any more.
+
+        It waits for no peer, only for the pieces in hand; Ctrl-C is heard after that."""
         self._core.close()
         self._end()
         self._holdings.caches.clear()

@@ -3,21 +3,16 @@
 The core does the work and knows the end; these are the ways to wait for it: with a time limit, by polling, or by await.
 """
 
-import time
 from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
 
 from kvferry import _core
-from kvferry.errors import DeadlineExceeded
 from kvferry.options import LONGEST_MS, checked_timeout
 
 if TYPE_CHECKING:
     from kvferry.link import Link
 
 __all__ = ["Prepared", "Transfer"]
-
-# A wait is cut into stretches so that Ctrl-C is heard: the core's own wait does not look at signals.
-_STRETCH_MS = 200
 
 
 class Transfer:
@@ -43,17 +38,9 @@ class Transfer:
         :raises DeadlineExceeded: with ``done()`` False, the wait is over and the operation goes on: wait again or
             cancel it. With ``done()`` True, the operation itself was too late.
         :raises KvferryError: what it ended with; ``bytes_touched`` says what is known of its destination.
+        :raises KeyboardInterrupt: the wait is over and the operation goes on.
         """
-        core = self._core
-        until = time.monotonic() + (LONGEST_MS if timeout_ms is None else checked_timeout(timeout_ms)) / 1000
-        while not core.done():
-            left_ms = max(0, round((until - time.monotonic()) * 1000))
-            try:
-                return core.wait(min(left_ms, _STRETCH_MS))
-            except DeadlineExceeded:
-                if left_ms <= _STRETCH_MS and not core.done():
-                    raise
-        return core.wait(0)
+        return self._core.wait(LONGEST_MS if timeout_ms is None else checked_timeout(timeout_ms))
 
     def cancel(self) -> bool:
         """Asks it to stop; False if it had ended. It has stopped when it is ``done()``, which is soon: after the piece in
