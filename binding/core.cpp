@@ -399,6 +399,7 @@ NB_MODULE(_core, m) {
   nb::class_<PyLink>(m, "Link")
       .def_prop_ro("link_id", [](PyLink& self) { return self.link->id; })
       .def_prop_ro("peer_id", [](PyLink& self) { return self.link->peer.node_id; })
+      .def_prop_ro("peer_program", [](PyLink& self) { return self.link->peer.program; })
       .def_prop_ro("peer", [](PyLink& self) { return self.link->label(); })
       .def_prop_ro("alive", [](PyLink& self) { return !self.node->closed() && self.link->alive(); })
       .def_prop_ro("outgoing", [](PyLink& self) { return self.link->outgoing; })
@@ -464,7 +465,7 @@ NB_MODULE(_core, m) {
 
   nb::class_<PyNode>(m, "Node")
       .def("__init__", [](PyNode* self, std::uint64_t node_id, nb::bytes secret, int transports, unsigned copy_threads, unsigned lanes,
-                          std::int64_t heartbeat_ms, std::int64_t heartbeat_timeout_ms, bool attach_any) {
+                          std::int64_t heartbeat_ms, std::int64_t heartbeat_timeout_ms, bool attach_any, std::string program) {
         NodeOptions options;
         options.node_id = node_id;
         const auto* p = reinterpret_cast<const std::uint8_t*>(secret.c_str());
@@ -475,9 +476,10 @@ NB_MODULE(_core, m) {
         options.heartbeat_ms = heartbeat_ms;
         options.heartbeat_timeout_ms = heartbeat_timeout_ms;
         options.attach_any = attach_any;
+        options.program = std::move(program);
         new (self) PyNode{std::make_shared<Node>(std::move(options))};
       }, nb::kw_only(), "node_id"_a, "secret"_a = nb::bytes("", 0), "transports"_a = 7, "copy_threads"_a = 0, "lanes"_a = 2,
-         "heartbeat_ms"_a = 1000, "heartbeat_timeout_ms"_a = 10000, "attach_any"_a = false)
+         "heartbeat_ms"_a = 1000, "heartbeat_timeout_ms"_a = 10000, "attach_any"_a = false, "program"_a = "")
       .def_prop_ro("node_id", [](PyNode& self) { return self.node->id(); })
       .def_prop_ro("closed", [](PyNode& self) { return self.node->closed(); })
       .def("close", [](PyNode& self) {
@@ -511,7 +513,7 @@ NB_MODULE(_core, m) {
       }, "timeout_ms"_a)
       .def("register_cache", [](PyNode& self, std::string name, const std::string& kind, int layout, std::vector<std::uint64_t> addresses,
                                 std::uint64_t unit_bytes, std::uint64_t stride_bytes, std::uint64_t count,
-                                const std::vector<std::optional<KeyTuple>>& keys) {
+                                const std::vector<std::optional<KeyTuple>>& keys, bool reachable) {
         auto& registry = self.node->registry();
         Geometry geometry;
         geometry.name = std::move(name);
@@ -522,19 +524,20 @@ NB_MODULE(_core, m) {
         geometry.count = count;
         for (const auto address : addresses) geometry.tensors.push_back({address, 0, 0});
         const auto kind_id = kind_by_name(kind);
-        return registry.add(std::move(geometry), kind_id, keys_of(keys))->geometry.cache_id;
+        return registry.add(std::move(geometry), kind_id, keys_of(keys), reachable)->geometry.cache_id;
       }, nb::kw_only(), "name"_a, "kind"_a, "layout"_a, "addresses"_a, "unit_bytes"_a, "stride_bytes"_a, "count"_a,
-         "keys"_a = std::vector<std::optional<KeyTuple>>{})
+         "keys"_a = std::vector<std::optional<KeyTuple>>{}, "reachable"_a = true)
       .def("create_pool", [](PyNode& self, std::size_t size_bytes, unsigned page_shift, std::size_t segment_bytes) {
         self.node->registry().create_pool(size_bytes, page_shift, segment_bytes);
       }, nb::kw_only(), "size_bytes"_a, "page_shift"_a = 16, "segment_bytes"_a = std::size_t{256} << 20)
       .def("allocate_cache", [](PyNode& self, std::string name, int layout, std::uint32_t tensors, std::uint64_t unit_bytes, std::uint64_t count,
-                                const std::vector<std::optional<KeyTuple>>& keys) {
-        const auto cache = self.node->registry().allocate(std::move(name), layout_of(layout), tensors, unit_bytes, count, keys_of(keys));
+                                const std::vector<std::optional<KeyTuple>>& keys, int key_use) {
+        if (key_use < 0 || key_use > 2) throw Error(Kind::invalid_argument, "key_use is 0, 1 or 2");
+        const auto cache = self.node->registry().allocate(std::move(name), layout_of(layout), tensors, unit_bytes, count, keys_of(keys), static_cast<KeyUse>(key_use));
         std::vector<std::uint64_t> addresses;
         for (const auto& tensor : cache->geometry.tensors) addresses.push_back(tensor.address);
         return std::pair(cache->geometry.cache_id, addresses);
-      }, nb::kw_only(), "name"_a, "layout"_a, "tensors"_a, "unit_bytes"_a, "count"_a, "keys"_a = std::vector<std::optional<KeyTuple>>{})
+      }, nb::kw_only(), "name"_a, "layout"_a, "tensors"_a, "unit_bytes"_a, "count"_a, "keys"_a = std::vector<std::optional<KeyTuple>>{}, "key_use"_a = 0)
       .def("keep_memory", [](PyNode& self, std::uint64_t cache_id) {
         const auto cache = self.node->registry().find(cache_id);
         if (!cache || !cache->allocated) throw Error(Kind::not_found, "this node has allocated no cache " + std::to_string(cache_id));
@@ -571,10 +574,10 @@ NB_MODULE(_core, m) {
         const WithoutGil released;
         return registry.close_window(text);
       }, "name"_a)
-      .def("copy", [](PyNode& self, std::uint64_t source, std::uint64_t destination, std::shared_ptr<const Moves> moves) {
-        const auto result = waiting([&] { return self.node->copy(source, destination, *moves); });
+      .def("copy", [](PyNode& self, const Target& source, const Target& destination, std::shared_ptr<const Moves> moves, std::uint64_t offset_bytes) {
+        const auto result = waiting([&] { return self.node->copy(source, destination, *moves, offset_bytes); });
         return Done{result.bytes, result.nanoseconds, result.transport};
-      }, "source"_a, "destination"_a, "moves"_a)
+      }, "source"_a, "destination"_a, "moves"_a, "offset_bytes"_a = 0)
       .def("statistics", [](PyNode& self) {
         const auto s = self.node->statistics();
         nb::dict d;

@@ -173,6 +173,7 @@ bool Incoming::on_hello(const Frame& frame) {
   challenge.instance = node_.instance;
   challenge.nonce = hello::random_nonce();
   challenge.has_secret = !options.secret.empty();
+  challenge.program = options.program;
   challenge.local_token = hello::random_token();
   if (said.boot_id == node_.boot_id) challenge.local_address = node_.unix_name;
   if (challenge.has_secret) challenge.proof = hello::proof(options.secret, "kvferry listener", said, challenge);

@@ -105,6 +105,7 @@ std::shared_ptr<Link> converse(NodeInner& node, Descriptor tcp, const Deadline& 
   said.boot_id = node.boot_id;
   said.nonce = hello::random_nonce();
   said.has_secret = !options.secret.empty();
+  said.program = options.program;
   send_all(tcp.get(), hello::write(said), deadline);
   const auto challenge = hello::read_challenge(answer_of(tcp.get(), deadline));
   if (challenge.has_secret != said.has_secret) throw Error(Kind::refused, "one of the two nodes has a secret, the other has none");
@@ -124,6 +125,7 @@ std::shared_ptr<Link> converse(NodeInner& node, Descriptor tcp, const Deadline& 
   hello::Hello peer;
   peer.node_id = challenge.node_id;
   peer.instance = challenge.instance;
+  peer.program = challenge.program;
   if (!challenge.local_address.empty()) peer.boot_id = node.boot_id;
   auto facts = node.facts_of(peer, std::move(step.facts), endpoint);
   // Lanes of a pair that may use nothing but sockets are real ones: TCP, as between hosts.

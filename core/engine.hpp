@@ -17,6 +17,8 @@
 
 namespace kvferry {
 
+inline constexpr std::size_t longest_program = 128;  // in bytes
+
 struct NodeOptions {
   std::uint64_t node_id = 0;
   std::vector<std::uint8_t> secret;
@@ -26,6 +28,7 @@ struct NodeOptions {
   std::int64_t heartbeat_ms = 1000;
   std::int64_t heartbeat_timeout_ms = 10000;
   bool attach_any = false;
+  std::string program;  // what peers are told that this node's program is; nothing is done with it here
 };
 
 // Lines for the caller's log. The core never calls out; somebody takes them.

@@ -33,14 +33,14 @@ void put_body(wire::Writer& out, const Hello& hello) {
   put(out, hello.instance);
   put(out, hello.boot_id);
   put(out, hello.nonce);
-  out.put(static_cast<std::uint8_t>(hello.has_secret));
+  out.put(static_cast<std::uint8_t>(hello.has_secret)).text(hello.program);
 }
 
 void put_unproved(wire::Writer& out, const Challenge& challenge) {
   out.put(challenge.node_id);
   put(out, challenge.instance);
   put(out, challenge.nonce);
-  out.put(static_cast<std::uint8_t>(challenge.has_secret)).text(challenge.local_address);
+  out.put(static_cast<std::uint8_t>(challenge.has_secret)).text(challenge.program).text(challenge.local_address);
   put(out, challenge.local_token);
 }
 
@@ -112,6 +112,7 @@ Hello read_hello(const Frame& frame) {
   get(in, hello.boot_id);
   get(in, hello.nonce);
   hello.has_secret = in.get<std::uint8_t>() != 0;
+  if (in.left() > 0) hello.program = in.text();
   return hello;
 }
 
@@ -122,6 +123,7 @@ Challenge read_challenge(const Frame& frame) {
   get(in, challenge.instance);
   get(in, challenge.nonce);
   challenge.has_secret = in.get<std::uint8_t>() != 0;
+  challenge.program = in.text();
   challenge.local_address = in.text();
   get(in, challenge.local_token);
   get(in, challenge.proof);

@@ -27,6 +27,7 @@ struct Hello {
   Token instance{}, boot_id{};
   Nonce nonce{};
   bool has_secret = false;
+  std::string program;
 };
 
 struct Challenge {
@@ -34,6 +35,7 @@ struct Challenge {
   Token instance{};
   Nonce nonce{};
   bool has_secret = false;
+  std::string program;
   std::string local_address;  // abstract Unix name; "" if the hosts differ
   Token local_token{};
   Digest proof{};

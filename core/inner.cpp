@@ -195,6 +195,7 @@ PeerFacts NodeInner::facts_of(const hello::Hello& said, std::optional<PeerFacts>
   PeerFacts facts = local ? std::move(*local) : PeerFacts{};
   facts.node_id = said.node_id;
   facts.instance = said.instance;
+  facts.program = said.program;
   facts.endpoint = endpoint;
   if (!local && said.boot_id == boot_id)
     facts.map_reason = facts.cma_reason = "on this host, but its Unix socket is in another network namespace";

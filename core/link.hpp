@@ -121,6 +121,7 @@ struct TargetHash {
 struct PeerFacts {  // what the hello taught
   std::uint64_t node_id = 0;
   std::array<std::uint8_t, 16> instance{};
+  std::string program;        // what it says that its program is
   Endpoint endpoint;          // of the TCP connection
   bool same_host = false;     // the local step was done
   Credentials credentials;    // as the kernel sees them

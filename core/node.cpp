@@ -1,5 +1,6 @@
 #include "node.hpp"
 
+#include <algorithm>
 #include <cstring>
 
 #include "inner.hpp"
@@ -16,6 +17,7 @@ const Result& checked(const Operation& operation, const Result& result) {
 Node::Node(NodeOptions options) : generation_(process_generation()) {
   watch_forks();
   if (options.lanes == 0 || options.lanes > 16) throw Error(Kind::invalid_argument, "a link has 1 to 16 lanes");
+  if (options.program.size() > longest_program) throw Error(Kind::invalid_argument, sentence("program has ", options.program.size(), " bytes: ", longest_program, " are allowed"));
   if (options.heartbeat_ms <= 0 || options.heartbeat_timeout_ms < options.heartbeat_ms)
     throw Error(Kind::invalid_argument, "heartbeat_timeout_ms must be at least heartbeat_ms, and both positive");
   if ((options.transports & 7u) == 0) throw Error(Kind::invalid_argument, "a node needs at least one transport");
@@ -172,19 +174,68 @@ std::pair<std::shared_ptr<const Source>, Transport> Node::describe(const std::sh
   return {operation->source(), operation->result().transport};
 }
 
+namespace {
+
+std::shared_ptr<Cache> local_cache(Engine& engine, const Target& target) {
+  if (target.by != Target::By::id) return nullptr;
+  auto cache = engine.registry.find(target.id);
+  if (!cache) throw Error(Kind::not_found, sentence("this node has no cache ", target.id));
+  return cache;
+}
+
+// Memory by addresses, shaped as the other side needs it: units of its size unless the target says otherwise.
+std::shared_ptr<Cache> bare_cache(const Target& target, const Geometry& other, std::uint64_t units) {
+  auto cache = std::make_shared<Cache>();
+  Geometry& geometry = cache->geometry;
+  geometry.name = "addresses";
+  geometry.layout = Layout::mixed;
+  geometry.unit_bytes = geometry.stride_bytes = target.model != 0 ? target.model : other.unit_bytes;
+  geometry.count = std::max<std::uint64_t>(units, 1);
+  for (const auto address : target.addresses) geometry.tensors.push_back({address, 0, 0});
+  geometry.check();
+  return cache;
+}
+
+Plan plan_with_offset(const Geometry& from, const Geometry& to, const Moves& moves, std::uint64_t offset) {
+  if (offset == 0) return make_plan(from, to, moves, -1, true);
+  if (moves.form != Moves::Form::row) throw Error(Kind::invalid_argument, sentence("offset ", offset, " is into a row, and no row is moved"));
+  const auto most = std::min(from.unit_bytes, to.unit_bytes);
+  if (offset >= most) throw Error(Kind::invalid_argument, sentence("offset ", offset, " lies outside rows of ", from.unit_bytes, " and ", to.unit_bytes, " bytes"));
+  Moves shorter = moves;
+  if (shorter.size_bytes < 0) shorter.size_bytes = static_cast<std::int64_t>(to.unit_bytes - offset);
+  if (static_cast<std::uint64_t>(shorter.size_bytes) > most - offset)
+    throw Error(Kind::invalid_argument, sentence(shorter.size_bytes, " bytes from offset ", offset, " do not fit in rows of ", from.unit_bytes, " and ", to.unit_bytes, " bytes"));
+  auto plan = make_plan(from, to, shorter, -1, true);
+  for (auto& run : plan.runs) run.source += offset, run.destination += offset;
+  return plan;
+}
+
+}  // namespace
+
 Result Node::copy(std::uint64_t source, std::uint64_t destination, const Moves& moves) {
+  Target from, to;
+  from.id = source;
+  to.id = destination;
+  return copy(from, to, moves);
+}
+
+Result Node::copy(const Target& source, const Target& destination, const Moves& moves, std::uint64_t offset_bytes) {
   auto& e = engine();
   const auto started = now_ns();
-  const auto from = e.registry.find(source);
-  const auto to = e.registry.find(destination);
-  if (!from || !to) throw Error(Kind::not_found, sentence("this node has no cache ", from ? destination : source));
+  const bool bare_source = source.by == Target::By::addresses, bare_destination = destination.by == Target::By::addresses;
+  if ((source.by != Target::By::id && !bare_source) || (destination.by != Target::By::id && !bare_destination) || (bare_source && bare_destination))
+    throw Error(Kind::invalid_argument, "a copy within this node is between its caches, by id, or one of them and addresses");
+  auto from = local_cache(e, source), to = local_cache(e, destination);
+  if (bare_source) from = bare_cache(source, to->geometry, moves.form == Moves::Form::whole ? to->geometry.count : moves.source_end);
+  if (bare_destination) to = bare_cache(destination, from->geometry, moves.form == Moves::Form::whole ? from->geometry.count : moves.destination_end);
+  const auto plan = plan_with_offset(from->geometry, to->geometry, moves, offset_bytes);
   e.check_readable(*from);
   e.check_writable(*to);
-  const auto plan = make_plan(from->geometry, to->geometry, moves, -1, true);
   const bool within = from == to;
   const bool streaming = !within && plan.total() >= stream_from_bytes;
-  std::vector<Guard> guards{from->guard};
-  if (!within) guards.push_back(to->guard);
+  std::vector<Guard> guards;
+  if (!bare_source) guards.push_back(from->guard);
+  if (!within && !bare_destination) guards.push_back(to->guard);
   PlanCursor cursor(plan);
   std::vector<std::byte> staging;
   bool touched = false;

@@ -65,6 +65,9 @@ class Node {
   // What a target is at the peer, and by which transport a pull of it would go.
   std::pair<std::shared_ptr<const Source>, Transport> describe(const std::shared_ptr<Link>& link, Target target, Deadline deadline);
   // Between two caches of this node. Within one cache unit by unit in the given order.
+  // A side is named by id, or by addresses: memory of this process that is not registered, which the caller keeps meanwhile.
+  // `offset_bytes`: how far into its row each side begins.
+  Result copy(const Target& source, const Target& destination, const Moves& moves, std::uint64_t offset_bytes = 0);
   Result copy(std::uint64_t source, std::uint64_t destination, const Moves& moves);
 
   LinkStatistics statistics(const Link& link) const;

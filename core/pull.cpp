@@ -186,7 +186,9 @@ Need Pull::step() {
         if (!lane_) {
           if (!take_lane(LaneUse::small)) return Need::lane;
           wire::Writer request(wire::Type::consume, number());
-          const auto row = ask_.moves->source_row >= 0 ? ask_.moves->source_row : -1;
+          const auto form = ask_.moves->form;
+          const bool of_a_row = form == Moves::Form::row || form == Moves::Form::row_to_blocks;
+          const auto row = of_a_row && ask_.moves->source_row >= 0 ? ask_.moves->source_row : -1;
           wire::put_target(request, ask_.target);
           request.put(row).put(plan_->source_first).put(plan_->tensors);
           begin_request(std::move(request), Phase::await_consumed);

@@ -88,19 +88,20 @@ void Registry::create_pool(std::size_t size_bytes, unsigned page_shift, std::siz
 
 // --- registering -----------------------------------------------------------------------------------------------------
 
-std::shared_ptr<Cache> Registry::add(Geometry geometry, KindId kind, const std::vector<std::optional<Key>>& keys) {
+std::shared_ptr<Cache> Registry::add(Geometry geometry, KindId kind, const std::vector<std::optional<Key>>& keys, bool reachable) {
   auto cache = std::make_shared<Cache>();
   cache->geometry = std::move(geometry);
   cache->geometry.cache_id = next_id();
   cache->geometry.kind = kind_by_id(kind);
   cache->kind = kind;
+  cache->reachable = reachable;
   cache->geometry.check();
   return publish(std::move(cache), keys);
 }
 
 std::shared_ptr<Cache> Registry::allocate(std::string name, Layout layout, std::uint32_t tensors,
                                           std::uint64_t unit_bytes, std::uint64_t count,
-                                          const std::vector<std::optional<Key>>& keys) {
+                                          const std::vector<std::optional<Key>>& keys, KeyUse use) {
   auto cache = std::make_shared<Cache>();
   Geometry& geometry = cache->geometry;
   geometry.cache_id = next_id();
@@ -109,6 +110,7 @@ std::shared_ptr<Cache> Registry::allocate(std::string name, Layout layout, std::
   geometry.unit_bytes = geometry.stride_bytes = unit_bytes;
   geometry.count = count;
   cache->allocated = true;
+  cache->key_use = use;
   Pool* pool = nullptr;
   {
     std::shared_lock lock(mutex_);
@@ -411,8 +413,14 @@ Resolved Registry::resolve(const Target& target, Access access) const {
   // A deallocated cache is kept for those who still have to pull it, and for nobody else.
   if (found->second.nameless && access == Access::write) not_found(target);
   out.cache = found->second.cache;
+  if (!out.cache->reachable) {
+    throw Error(Kind::invalid_argument, sentence(out.cache->geometry.label(), " was registered for its own process alone"));
+  }
   out.guards = {out.cache->guard};
-  out.consumed_by_pull = target.by == Target::By::request && out.cache->allocated;
+  const bool by_row = target.by == Target::By::id || target.by == Target::By::name;
+  out.consumed_by_pull = out.cache->allocated && out.cache->key_use != KeyUse::never &&
+                         (target.by == Target::By::request ||
+                          (by_row && out.cache->key_use == KeyUse::by_row && found->second.request_keys > 0));
   out.epoch = epoch;
   return out;
 }
@@ -441,7 +449,7 @@ std::optional<Registry::ByAddress> Registry::find_address(std::uint64_t address,
     const std::uint64_t offset = address - it->first;
     if (offset >= longest_extent_) break;
     const auto& [cache, tensor] = it->second;
-    if (covers(cache->geometry, offset, bytes)) return ByAddress{cache, tensor, offset};
+    if (cache->reachable && covers(cache->geometry, offset, bytes)) return ByAddress{cache, tensor, offset};
   }
   return std::nullopt;
 }

@@ -45,6 +45,9 @@ struct Target {  // what a pull or push names on the far side
   bool operator==(const Target&) const = default;
 };
 
+// What uses up a request key of an allocated cache: the pull that names it, any pull of its row (by id or name too), nothing.
+enum class KeyUse : std::uint8_t { by_key = 0, by_row = 1, never = 2 };
+
 enum class Access : std::uint8_t { any = 0, read = 1, write = 2 };  // any: to describe, not to move
 
 // A registered cache. Immutable but for what is atomic; shared with the operations that use it.
@@ -53,6 +56,8 @@ struct Cache {
   KindId kind = host_kind;
   Guard guard;
   bool allocated = false;
+  KeyUse key_use = KeyUse::by_key;
+  bool reachable = true;  // false: peers reach it through windows only
   std::vector<Place> places;  // allocated caches: what to give back
   // Whether the whole range was found mapped with the needed right, once, at first use (range_mapped).
   std::atomic<bool> readable{false}, writable{false};
@@ -74,7 +79,7 @@ struct Resolved {
   std::shared_ptr<Window> window;  // if named by one
   std::vector<Guard> guards;       // of cache and window: all must stand
   std::int64_t key_row = -1;       // the row that a request or prefix key names
-  bool consumed_by_pull = false;   // a request key of an allocated cache: gone after the successful pull
+  bool consumed_by_pull = false;   // a successful pull uses up a request key of an allocated cache (KeyUse)
   std::uint64_t epoch = 0;         // of the table when resolved
 };
 
@@ -89,11 +94,11 @@ class Registry {
   // `geometry.cache_id` is given here: 1, 2, 3 ..., never reused, consumed by failed calls of the range checks too.
   // A taken name is Error(exists). keys[i] names row i; nullopt skips. First registration of a key wins for request and
   // prefix keys, the latest for the blocks key. Returns the cache.
-  std::shared_ptr<Cache> add(Geometry geometry, KindId kind, const std::vector<std::optional<Key>>& keys);
+  std::shared_ptr<Cache> add(Geometry geometry, KindId kind, const std::vector<std::optional<Key>>& keys, bool reachable = true);
   // From the pool. A key already bound or named twice, or more keys than rows, is Error(invalid_argument); without a
   // pool Error(unsupported).
   std::shared_ptr<Cache> allocate(std::string name, Layout layout, std::uint32_t tensors, std::uint64_t unit_bytes,
-                                  std::uint64_t count, const std::vector<std::optional<Key>>& keys);
+                                  std::uint64_t count, const std::vector<std::optional<Key>>& keys, KeyUse use = KeyUse::by_key);
   bool remove(std::uint64_t cache_id);      // unregister: false for unknown. Waits for whoever is inside
   bool deallocate(std::uint64_t cache_id);  // an allocated cache; bound request keys keep it alive
   bool remove_key(const Key& key);          // of an allocated cache; for others false and nothing happens
@@ -104,7 +109,8 @@ class Registry {
   bool consume(std::uint64_t cache_id, std::int64_t row, std::uint32_t first, std::uint32_t count);
 
   std::shared_ptr<Cache> find(std::uint64_t cache_id) const;  // nullptr if unknown
-  // Throws Error(not_found) naming the target. By::addresses is not for here. `access`: what a window must allow.
+  // Throws Error(not_found) naming the target, Error(invalid_argument) for a cache that peers may not reach. By::addresses is
+  // not for here. `access`: what a window must allow.
   Resolved resolve(const Target& target, Access access) const;
   // The cache in whose tensor number `tensor` the whole of [address, address + bytes) lies.
   struct ByAddress {

@@ -413,7 +413,8 @@ void ServerLane::on_consume(const Frame& frame) {
   const auto count = in.get<std::uint32_t>();
   const auto resolved = engine_.registry.resolve(target, Access::read);
   if (resolved.key_row >= 0) row = resolved.key_row;
-  if (!engine_.registry.consume(resolved.cache->geometry.cache_id, row, first, count))
+  const bool first_to_pull = !resolved.consumed_by_pull || engine_.registry.consume(resolved.cache->geometry.cache_id, row, first, count);
+  if (!first_to_pull && target.by == Target::By::request)
     throw Error(Kind::not_found, target.label() + " was pulled by somebody else first");
   answer_ended(frame.header.operation, {});
 }

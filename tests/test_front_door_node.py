@@ -222,6 +222,28 @@ def test_copies_between_and_within_caches(node: kvferry.Node) -> None:
     assert (target[1][2] == 0).all()
 
 
+def test_a_copy_with_memory_that_is_not_registered(node: kvferry.Node) -> None:
+    cache = node.register("kv", kv(2))
+    bare = [np.ones((2, 4, 8), np.float32) for _ in range(2)]
+    there = kvferry.Addresses([array.ctypes.data for array in bare])
+    node.copy(there, cache, blocks={1: 3})
+    assert (cache.numpy(1)[3] == 1).all()
+    cache.numpy(0)[5] = 7
+    node.copy(cache, there, blocks={5: 0})
+    assert (bare[0][0] == 7).all() and (bare[0][1] == 1).all()
+    with pytest.raises(kvferry.InvalidArgument, match="between its caches"):
+        node.copy(there, there, blocks={0: 0})
+
+
+def test_a_row_is_copied_from_an_offset_on(node: kvferry.Node) -> None:
+    source, target = np.arange(24, dtype=np.uint8).reshape(2, 12), np.zeros((2, 12), np.uint8)
+    a, b = node.register("a", source, layout="rows"), node.register("b", target, layout="rows")
+    node.copy(a, b, row=0, source_row=1, offset_bytes=4, size_bytes=2)
+    assert target[0].tolist() == [0] * 4 + [16, 17] + [0] * 6
+    with pytest.raises(kvferry.InvalidArgument, match="do not fit"):
+        node.copy(a, b, row=0, offset_bytes=4, size_bytes=9)
+
+
 # --- life ----------------------------------------------------------------------------------------------------------
 
 

@@ -69,7 +69,7 @@ def by_name(name: bytes) -> bytes:
 def link(address: str, secret: bytes) -> tuple[Connection, bytes]:
     """The control connection and the link's token. Another host's boot id is said, so there is no local step."""
     control = Connection(address)
-    hello = b"KVFERRY1" + struct.pack("<HQ", 1, 5) + os.urandom(16) + bytes(16) + os.urandom(32) + b"\1"
+    hello = b"KVFERRY1" + struct.pack("<HQ", 1, 5) + os.urandom(16) + bytes(16) + os.urandom(32) + b"\1" + text(b"")
     control.send(HELLO, hello)
     challenge = control.receive(CHALLENGE)
     unproved, proof = challenge[:-32], challenge[-32:]

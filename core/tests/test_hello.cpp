@@ -36,6 +36,7 @@ static Hello a_hello() {
   said.node_id = 77;
   said.instance = random_token(), said.boot_id = boot_id(), said.nonce = random_nonce();
   said.has_secret = true;
+  said.program = "a program";
   return said;
 }
 
@@ -45,18 +46,19 @@ static Challenge a_challenge() {
   said.instance = random_token(), said.nonce = random_nonce(), said.local_token = random_token();
   said.has_secret = true;
   said.local_address = "kvferry-somewhere";
+  said.program = "another";
   return said;
 }
 
 static void what_is_written_is_what_is_read() {
   const auto h = a_hello(), seen = read_hello(frame_of(write(h)));
   CHECK(seen.version == wire::version && seen.node_id == 77 && seen.instance == h.instance && seen.boot_id == h.boot_id);
-  CHECK(seen.nonce == h.nonce && seen.has_secret);
+  CHECK(seen.nonce == h.nonce && seen.has_secret && seen.program == h.program);
   auto c = a_challenge();
   c.proof = proof(secret, "kvferry listener", h, c);
   const auto got = read_challenge(frame_of(write(c)));
   CHECK(got.node_id == 78 && got.instance == c.instance && got.nonce == c.nonce && got.local_address == c.local_address);
-  CHECK(got.local_token == c.local_token && got.proof == c.proof && got.has_secret);
+  CHECK(got.local_token == c.local_token && got.proof == c.proof && got.has_secret && got.program == c.program);
   Auth auth{c.proof, true};
   CHECK(read_auth(frame_of(write(auth))).proof == c.proof && read_auth(frame_of(write(auth))).local_done);
   const auto token = random_token();
@@ -96,6 +98,7 @@ static void a_proof_covers_everything_that_was_said() {
   CHECK(good != with_hello([](Hello& x) { x.boot_id[15]++; }));
   CHECK(good != with_hello([](Hello& x) { x.nonce[31]++; }));
   CHECK(good != with_hello([](Hello& x) { x.has_secret = false; }));
+  CHECK(good != with_hello([](Hello& x) { x.program += "x"; }));
   const auto with_challenge = [&](auto change) {
     auto other = c;
     change(other);
@@ -104,6 +107,7 @@ static void a_proof_covers_everything_that_was_said() {
   CHECK(good != with_challenge([](Challenge& x) { x.node_id++; }));
   CHECK(good != with_challenge([](Challenge& x) { x.instance[0]++; }));
   CHECK(good != with_challenge([](Challenge& x) { x.nonce[0]++; }));
+  CHECK(good != with_challenge([](Challenge& x) { x.program += "x"; }));
   CHECK(good != with_challenge([](Challenge& x) { x.local_address += "x"; }));
   CHECK(good != with_challenge([](Challenge& x) { x.local_token[0]++; }));
   CHECK(good == with_challenge([](Challenge& x) { x.proof[0]++; }));  // the proof itself comes after

@@ -342,6 +342,38 @@ static void copies_within_one_node_keep_the_given_order() {
   CHECK_FAILS(Kind::invalid_argument, "block 8", node.copy(a.id(), b.id(), *blocks({8}, {0})));
 }
 
+static void one_side_of_a_copy_may_be_addresses() {
+  Node node(options(1));
+  Owned a(node.registry(), {"a", 2, 8, 4096, 512});
+  fill(*a.cache, 3);
+  std::vector<std::vector<std::uint64_t>> bare(2, std::vector<std::uint64_t>(8 * 512));
+  const auto there = by_addresses({reinterpret_cast<std::uint64_t>(bare[0].data()), reinterpret_cast<std::uint64_t>(bare[1].data())});
+  node.copy(by_id(a.id()), there, *blocks({1}, {7}));
+  CHECK(std::memcmp(&bare[1][7 * 512], reinterpret_cast<const void*>(address_of(*a.cache, 1, 1)), 4096) == 0);
+  node.copy(there, by_id(a.id()), *blocks({7}, {0}));
+  CHECK(holds(*a.cache, 1, 0, 3, 1, 1));
+  CHECK_FAILS(Kind::invalid_argument, "between its caches", node.copy(there, there, *blocks({0}, {0})));
+  CHECK_FAILS(Kind::invalid_argument, "1 tensors", node.copy(by_addresses({there.addresses[0]}), by_id(a.id()), *blocks({0}, {0})));
+  CHECK_FAILS(Kind::invalid_argument, "not readable", node.copy(by_addresses({1, 1}), by_id(a.id()), *blocks({0}, {0})));
+}
+
+static void rows_are_copied_from_an_offset_on() {
+  Node node(options(1));
+  Owned a(node.registry(), {"a", 1, 4, 4096, 512, Layout::rows}), b(node.registry(), {"b", 1, 4, 2048, 0, Layout::rows});
+  fill(*a.cache, 3), fill(*b.cache, 4);
+  const auto row = [](std::int64_t size) { return Moves::make_row(2, 1, size, {}, {}); };
+  node.copy(by_id(a.id()), by_id(b.id()), *row(64), 1024);
+  const auto at = [](const Cache& cache, std::size_t row, std::size_t offset) {
+    return reinterpret_cast<const std::byte*>(address_of(cache, 0, row) + offset);
+  };
+  CHECK(std::memcmp(at(*b.cache, 1, 1024), at(*a.cache, 2, 1024), 64) == 0 && holds(*b.cache, 0, 1, 4, 0, 1, 1024));
+  CHECK(std::memcmp(at(*b.cache, 1, 1088), at(*a.cache, 2, 1088), 8) != 0);
+  CHECK(node.copy(by_id(a.id()), by_id(b.id()), *row(-1), 1024).bytes == 1024);
+  for (const auto& [size, offset] : {std::pair{1025, 1024}, std::pair{-1, 2048}, std::pair{1, 4096}})
+    CHECK_FAILS(Kind::invalid_argument, "offset", node.copy(by_id(a.id()), by_id(b.id()), *row(size), static_cast<std::uint64_t>(offset)));
+  CHECK_FAILS(Kind::invalid_argument, "no row", node.copy(by_id(a.id()), by_id(a.id()), *blocks({0}, {1}), 8));
+}
+
 // In a forked child the node is closed; in the parent nothing has changed.
 static void a_forked_child_sees_a_closed_node() {
   Pair pair;
@@ -387,6 +419,8 @@ int main() {
   a_notifier_hears_of_every_end();
   statistics_and_events_say_what_happened();
   copies_within_one_node_keep_the_given_order();
+  one_side_of_a_copy_may_be_addresses();
+  rows_are_copied_from_an_offset_on();
   a_forked_child_sees_a_closed_node();
   return TEST_RESULT();
 }

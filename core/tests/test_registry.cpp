@@ -202,6 +202,33 @@ static void a_request_key_is_consumed_once_all_tensors_were_pulled() {
   CHECK(!table.registry.consume(99, 0, 0, 4));
 }
 
+static void the_owner_says_what_uses_its_keys_up() {
+  Table table(true);
+  const auto flagged = [&](const Target& target) { return table.registry.resolve(target, Access::read).consumed_by_pull; };
+  table.registry.allocate("by row", Layout::rows, 2, 100, 4, {request(1), prefix(9)}, KeyUse::by_row);
+  table.registry.allocate("never", Layout::rows, 2, 100, 4, {request(2)}, KeyUse::never);
+  table.allocate("by key", {request(3)});
+  CHECK(flagged(by_request(1)) && flagged(by_id(1)) && flagged(by_name("by row")) && !flagged(by_prefix(9)));
+  CHECK(!flagged(by_request(2)) && !flagged(by_id(2)) && flagged(by_request(3)) && !flagged(by_id(3)));
+  CHECK(table.registry.consume(1, 0, 0, 2) && table.resolving(by_request(1)) == Kind::not_found);
+  CHECK(!flagged(by_id(1)));  // no key is left that could be used up
+}
+
+static void a_cache_for_its_own_process_is_reached_through_windows_alone() {
+  Table table;
+  Geometry geometry;
+  geometry.name = "own";
+  geometry.unit_bytes = geometry.stride_bytes = 100;
+  geometry.count = 8;
+  geometry.tensors = {{0x10000, 0, 0}};
+  table.registry.add(geometry, host_kind, {}, false);
+  for (const auto& named : {by_id(1), by_name("own")})
+    for (const auto access : {Access::read, Access::write, Access::any})
+      CHECK_FAILS(Kind::invalid_argument, "for its own process alone", table.registry.resolve(named, access));
+  CHECK(!table.registry.find_address(0x10000, 10) && table.registry.find(1));
+  CHECK(table.resolving(by_window(table.window(1, {3})->name)) == Kind::ok);
+}
+
 static void a_deallocated_cache_lives_until_its_last_request_key_is_gone() {
   Table table(true);
   const auto cache = table.allocate("kv", {request(1), request(2), prefix(3)});
@@ -408,6 +435,8 @@ int main() {
   allocated_keys_must_be_fresh();
   an_allocated_cache_can_be_mapped_and_used_at_once();
   a_request_key_is_consumed_once_all_tensors_were_pulled();
+  the_owner_says_what_uses_its_keys_up();
+  a_cache_for_its_own_process_is_reached_through_windows_alone();
   a_deallocated_cache_lives_until_its_last_request_key_is_gone();
   a_window_stands_in_the_caches_place_until_closed();
   windows_are_checked_when_opened();

@@ -163,6 +163,8 @@ class Link:
     @property
     def peer_id(self) -> int: ...
     @property
+    def peer_program(self) -> str: ...
+    @property
     def peer(self) -> str: ...  # "node 7 at 127.0.0.1:7000"
     @property
     def alive(self) -> bool: ...
@@ -211,6 +213,7 @@ class Node:
         heartbeat_ms: int = 1000,
         heartbeat_timeout_ms: int = 10000,
         attach_any: bool = False,
+        program: str = "",
     ) -> None: ...
     @property
     def node_id(self) -> int: ...
@@ -237,6 +240,7 @@ class Node:
         keys: Sequence[
             tuple[str, int, int] | None
         ] = (),  # per row: ("request"|"prefix", id, model); blocks: [("blocks", 0, model)]
+        reachable: bool = True,  # False: peers reach it through windows only
     ) -> int: ...
     def create_pool(self, *, size_bytes: int, page_shift: int = 16, segment_bytes: int = 256 << 20) -> None:
         """The node's pool of library-allocated (mappable) memory; one per node, before the first allocate."""
@@ -249,6 +253,7 @@ class Node:
         unit_bytes: int,
         count: int,
         keys: Sequence[tuple[str, int, int] | None] = (),
+        key_use: int = 0,  # what uses up a request key: 0 the pull that names it, 1 any pull of its row, 2 nothing
     ) -> tuple[int, list[int]]: ...
     def keep_memory(self, cache_id: int) -> object:
         """What keeps the segments of an allocated cache mapped in this process while it lives, also after the cache and
@@ -263,7 +268,8 @@ class Node:
         self, cache_id: int, units: Sequence[int] | npt.NDArray[np.integer[Any]], access: int, ttl_ms: int
     ) -> bytes: ...
     def close_window(self, name: bytes) -> bool: ...
-    def copy(self, source: int, destination: int, moves: Moves) -> Done:
-        """Between two caches of this node (or within one: then in the given order)."""
+    def copy(self, source: Target, destination: Target, moves: Moves, offset_bytes: int = 0) -> Done:
+        """Between two caches of this node (or within one: then in the given order), each by id; one side may be by addresses:
+        memory of this process that is not registered. ``offset_bytes``: where in its row each side begins."""
     def statistics(self) -> dict[str, Any]:
         """node_id, threads, caches, windows, links, pool_bytes, pool_used_bytes, slots_open"""

@@ -31,9 +31,16 @@ class Holdings:
         self.memories: dict[int, tuple[Memory, ...]] = {}
 
     def register(
-        self, node: "Node", name: str, layout: str, kind: str, memories: Sequence[Memory], keys: Keys
+        self,
+        node: "Node",
+        name: str,
+        layout: str,
+        kind: str,
+        memories: Sequence[Memory],
+        keys: Keys,
+        reachable: bool = True,
     ) -> Cache:
-        """Registers memory that somebody else owns: tensors alike in shape and stride."""
+        """Registers memory that somebody else owns: tensors alike in shape and stride. ``reachable``: by peers."""
         first = memories[0]
         cache_id = self._core.register_cache(
             name=name,
@@ -44,10 +51,13 @@ class Holdings:
             stride_bytes=first.stride_bytes,
             count=first.count,
             keys=_key_list(keys),
+            reachable=reachable,
         )
         return self._keep(node, cache_id, name, layout, kind, tuple(memories), allocated=False)
 
-    def allocate(self, node: "Node", name: str, layout: str, tensors: int, like: Memory, keys: Keys) -> Cache:
+    def allocate(
+        self, node: "Node", name: str, layout: str, tensors: int, like: Memory, keys: Keys, key_use: int
+    ) -> Cache:
         """Takes ``tensors`` tensors from the pool, each like ``like`` in all but its address and owner."""
         cache_id, addresses = self._core.allocate_cache(
             name=name,
@@ -56,6 +66,7 @@ class Holdings:
             unit_bytes=like.unit_bytes,
             count=like.count,
             keys=_key_list(keys),
+            key_use=key_use,
         )
         keeper = self._core.keep_memory(cache_id)  # a view may outlive cache and node
         memories = tuple(like.at(address, keeper) for address in addresses)

@@ -262,6 +262,11 @@ class Link:
         return self._core.peer_id
 
     @property
+    def peer_program(self) -> str:
+        """What the peer's node was made with as ``program``; ``""`` unless it was told."""
+        return self._core.peer_program
+
+    @property
     def alive(self) -> bool:
         """Whether the peer was there when last heard of; a peer that is lost is noticed within the heartbeat time."""
         return self._core.alive

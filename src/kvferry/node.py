@@ -16,10 +16,11 @@ from kvferry.errors import InvalidArgument
 from kvferry.holdings import Holdings, Keys
 from kvferry.link import Link
 from kvferry.moves import BlockMap, Units
-from kvferry.names import Key, key_words
+from kvferry.names import Addresses, Key, key_words, target
 from kvferry.options import (
     ACCESSES,
     ATTACH,
+    KEY_USES,
     PoolOptions,
     checked_timeout,
     format_address,
@@ -55,6 +56,7 @@ class Node:
     ``lanes``                  data connections per link
     ``attach``                 ``"any"`` lets every process of this user read this one's memory
                                (``PR_SET_PTRACER_ANY``), which ``cma`` needs where Yama forbids it otherwise
+    ``program``                a word for the peer, :attr:`kvferry.Link.peer_program` there; kvferry does nothing with it
     =========================  =====================================================================================
 
     A forked child finds its copy of the node closed.
@@ -75,6 +77,7 @@ class Node:
         copy_threads: int = 0,
         lanes: int = 2,
         attach: str = "same",
+        program: str = "",
     ) -> None:
         where = None if listen is None else parse_address(listen)
         core = _core.Node(
@@ -86,6 +89,7 @@ class Node:
             heartbeat_ms=heartbeat_ms,
             heartbeat_timeout_ms=heartbeat_timeout_ms,
             attach_any=bool(one_of("attach", attach, ATTACH)),
+            program=program,
         )
         self._core = core
         self._address: str | None = None
@@ -162,11 +166,13 @@ class Node:
         layout: str = "blocks",
         kind: str = "host",
         keys: Keys = None,
+        reachable: bool = True,
     ) -> Cache:
         """Registers memory by raw addresses: tensors of ``count`` units of ``unit_bytes``, ``stride_bytes`` apart.
 
         The caller keeps it alive until the cache is unregistered. Addresses that are not mapped, or not writable, are
-        found at the first use: an InvalidArgument that names cache and tensor, never a crash.
+        found at the first use: an InvalidArgument that names cache and tensor, never a crash. ``reachable=False``: peers
+        that name the cache are told InvalidArgument; they reach it through windows alone.
 
         :raises Unsupported: this build moves no memory of that ``kind``.
         """
@@ -175,15 +181,24 @@ class Node:
             raise InvalidArgument(
                 f"cache {name!r}: a cache needs at least one address", cache=name, operation="register"
             )
-        return self._holdings.register(self, name, layout, kind, memories, keys)
+        return self._holdings.register(self, name, layout, kind, memories, keys, reachable)
 
     def allocate(
-        self, name: str, *, tensors: int, shape: Sequence[int], dtype: Any, layout: str = "blocks", keys: Keys = None
+        self,
+        name: str,
+        *,
+        tensors: int,
+        shape: Sequence[int],
+        dtype: Any,
+        layout: str = "blocks",
+        keys: Keys = None,
+        keys_end_by: str = "key",
     ) -> Cache:
         """Takes a cache of ``tensors`` tensors of ``shape`` from the node's pool; peers on this host may map it.
 
         Its bytes are reached by :meth:`Cache.numpy` and :meth:`Cache.torch`. ``dtype``: a name such as ``"bfloat16"``, or a
-        numpy or torch element type.
+        numpy or torch element type. ``keys_end_by``: what uses up a request key: the pull that names it (``"key"``), any pull
+        of its row, by id or name too (``"row"``), or nothing but :meth:`remove_key` (``"never"``).
 
         :raises OutOfMemory: the pool has too little left; nothing is kept. :raises Unsupported: there is no pool.
         :raises InvalidArgument: a key is bound already, or there are more keys than rows.
@@ -193,7 +208,8 @@ class Node:
         if not sizes:
             raise InvalidArgument("shape=() has no dim 0, which counts the blocks or rows")
         like = Memory.plain(0, sizes, dtype_name, itemsize)
-        return self._holdings.allocate(self, name, layout, tensors, like, keys)
+        ends = one_of("keys_end_by", keys_end_by, KEY_USES)
+        return self._holdings.allocate(self, name, layout, tensors, like, keys, ends)
 
     def unregister(self, cache: Cache | int) -> bool:
         """Ends a cache, allocated or not; False if there is none (any more).
@@ -235,8 +251,8 @@ class Node:
 
     def copy(
         self,
-        source: Cache | int,
-        into: Cache | int,
+        source: Cache | int | Addresses,
+        into: Cache | int | Addresses,
         *,
         blocks: BlockMap | None = None,
         row: int | None = None,
@@ -246,13 +262,18 @@ class Node:
         layers: range | None = None,
         source_layers: range | None = None,
         tensors_per_layer: int = 2,
+        offset_bytes: int = 0,
     ) -> _core.Done:
         """Copies between two caches of this node, or within one, then in the order given. Arguments as in
-        :meth:`Link.pull`; ``source_row`` is 0 unless given."""
+        :meth:`Link.pull`; ``source_row`` is 0 unless given, and both sides of a row begin ``offset_bytes`` into it.
+
+        One of the two may be memory of this process that is not registered: :class:`Addresses`, one for each tensor, whose
+        ``unit_bytes`` are those of the other side unless given. The caller keeps it as long as the call lasts.
+        """
         here, there = moves.tensor_ranges(layers, source_layers, tensors_per_layer, "source_layers")
-        from_, to = own_id(source), own_id(into)
+        from_, to = (side if isinstance(side, Addresses) else own_id(side) for side in (source, into))
         what = moves.move(blocks, source_row, row, row_to_blocks, size_bytes, there, here, keep_order=from_ == to)
-        return self._core.copy(from_, to, what)
+        return self._core.copy(target(from_), target(to), what, offset_bytes)
 
     # --- life --------------------------------------------------------------------------------------------------------
 

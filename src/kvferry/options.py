@@ -16,6 +16,7 @@ LONGEST_MS = 2**31 - 1
 TRANSPORTS = {"map": 1, "cma": 2, "socket": 4}
 LAYOUTS = {"rows": 0, "blocks": 1, "mixed": 2}
 ACCESSES = {"read": 1, "write": 2}
+KEY_USES = {"key": 0, "row": 1, "never": 2}
 ATTACH = {"same": False, "any": True}
 
 

@@ -377,11 +377,10 @@ def test_arguments_of_transfer_cache_async(manager: Any) -> None:
         (cache, events, [row_2], [0], [0]),
         (cache, events, [config], None, [0]),
         (cache, events, [config], None, None, 8),
-        (cache, events, [config], None, [0], 0),
-        (cache, events, [config], None, [0], 32),
-        (cache, events, [config], None, [0] * 5, 8),
     ):
         assert status_of(lambda b=broken: transfer(*b)) == INVALID, broken
+    for blocks, size in (([0], 0), ([0], 32), ([0] * 5, 8)):  # the engine's refusals are the task's to tell
+        assert transfer(cache, events, [config], None, blocks, size).get_results() == [INVALID]
 
 
 def test_a_missing_range_is_written_back(manager: Any) -> None:
@@ -436,7 +435,30 @@ def test_copy_cache(manager: Any) -> None:
     type_error(lambda: copy(destination, 1))
     out_of_range(lambda: copy(destination, source, offset=-1))
     out_of_range(lambda: copy(destination, source, req_id=-1))
-    assert status_of(lambda: copy(destination, source, offset=1)) == LLMStatusCode.LLM_FEATURE_NOT_ENABLED
+
+
+def test_copy_cache_from_an_offset_on(manager: Any) -> None:
+    (source, theirs), (destination, mine) = arrays(manager, False), arrays(manager, False)
+    for array in theirs:
+        array[...] = np.arange(32).reshape(4, 8) + 1
+    manager.copy_cache(destination, source, 2, 1, offset=3, size=2)
+    manager.copy_cache(destination, source, 3, 1, offset=6)
+    for array in mine:
+        assert array[2].tolist() == [0, 0, 0, 12, 13, 0, 0, 0]
+        assert array[3].tolist() == [0] * 6 + [15, 16]
+        assert not array[:2].any()
+    for how in ({"offset": 8}, {"offset": 3, "size": 6}, {"src_batch_index": 4}):
+        assert status_of(lambda h=how: manager.copy_cache(destination, source, **h)) == INVALID
+
+
+def test_copy_cache_moves_the_sources_row(manager: Any) -> None:
+    source, theirs = arrays(manager, False)
+    memory = [np.zeros((2, 12), np.int8) for _ in range(2)]
+    longer = manager.register_cache(desc(shape=[2, 12]), [array.ctypes.data for array in memory])
+    theirs[1][3] = 7
+    manager.copy_cache(longer, source, 1, 3)
+    assert memory[1].tolist() == [[0] * 12, [7] * 8 + [0] * 4]
+    assert status_of(lambda: manager.copy_cache(source, longer)) == INVALID  # it would not fit
 
 
 def test_copy_blocks(manager: Any) -> None:
@@ -450,7 +472,7 @@ def test_copy_blocks(manager: Any) -> None:
         assert array[:, 0].tolist() == [5, 6, 5, 6]
     assert status_of(lambda: manager.copy_blocks(rows, {0: [1]})) == INVALID
     assert status_of(lambda: manager.copy_blocks(cache, {0: [4]})) == INVALID
-    for wrong in ([], {"0": [1]}, {0: (1,)}, {0: ["1"]}):
+    for wrong in ([], {"0": [1]}, {0: (1,)}, {0: ["1"]}, {0: [-1]}, {-1: [0]}):
         type_error(lambda w=wrong: manager.copy_blocks(cache, w))
 
 
@@ -472,6 +494,22 @@ def test_swap_blocks(manager: Any) -> None:
         assert status_of(lambda b=broken: manager.swap_blocks(*b)) == INVALID
     for wrong in ((1, host, {}), (device, host, []), (device, host, {"0": 0})):
         type_error(lambda w=wrong: manager.swap_blocks(*w))
+
+
+def test_swap_blocks_with_a_cpu_cache(manager: Any) -> None:
+    device, theirs = arrays(manager, True)
+    mine = [np.zeros((4, 8), np.int8) for _ in range(2)]
+    cpu = Cache.create_cpu_cache(desc(placement=Placement.HOST), [array.ctypes.data for array in mine])
+    theirs[0][1], theirs[1][1] = 5, 6
+    manager.swap_blocks(device, cpu, {1: 3})
+    manager.swap_blocks(cpu, device, {3: 0})
+    for memory in (mine[0][3], theirs[0][0]):
+        assert memory.tolist() == [5] * 8
+    assert mine[1][3].tolist() == theirs[1][0].tolist() == [6] * 8
+    assert not mine[0][:3].any()
+    nowhere = Cache.create_cpu_cache(desc(placement=Placement.HOST), [1, 2])
+    assert status_of(lambda: manager.swap_blocks(nowhere, device, {0: 0})) == INVALID
+    assert manager.register_cache(desc(), [1, 2]).cache_id == 2  # nothing was registered on the way
 
 
 def test_check_cache_key(manager: Any) -> None:

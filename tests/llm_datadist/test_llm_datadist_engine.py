@@ -348,6 +348,50 @@ def test_a_restarted_client_replaces_its_stale_link(here: Side, start_there: Cal
 
 
 @pytest.mark.slow
+def test_sides_of_different_modes_do_not_link(
+    start_here: Callable[..., Side], start_there: Callable[..., Peer]
+) -> None:
+    here, there = start_here(enable_remote_cache_accessible=True), start_there()
+    assert here.link(THERE, there.call("where")) == both(INVALID)
+    assert there.call("link", HERE, here.port) == both(INVALID)
+    mine = here.register(SHAPE)
+    assert status_of(lambda: here.pull_cache(("id", THERE, 1), mine)) == LLMStatusCode.LLM_NOT_YET_LINK
+
+
+@pytest.mark.slow
+def test_unlinking_a_peer_that_is_gone_needs_force(here: Side, start_there: Callable[..., Peer]) -> None:
+    there = start_there()
+    port = there.call("where")
+    assert here.link(THERE, port) == both(SUCCESS)
+    there.kill()
+    failed = LLMStatusCode.LLM_UNLINK_FAILED
+    mine = here.register(SHAPE)
+    with pytest.raises(LLMException):
+        here.pull_cache(("request", THERE, 1), mine)
+    for _ in range(2):  # the entry stays
+        assert here.unlink(THERE, port, 500) == (failed, [failed])
+    assert here.unlink(THERE, port, force=True) == both(SUCCESS)
+    assert here.unlink(THERE, port) == both(SUCCESS)
+
+
+@pytest.mark.slow
+def test_a_link_that_the_peer_ended_is_unlinked_without_force(linked: tuple[Side, Peer]) -> None:
+    here, there = linked
+    assert there.call("unlink", HERE, here.port) == both(SUCCESS)
+    assert here.unlink(THERE, 1) == both(SUCCESS)
+
+
+@pytest.mark.slow
+def test_a_link_that_the_peer_dropped_is_unlinked_where_it_listens(linked: tuple[Side, Peer]) -> None:
+    here, there = linked
+    assert there.call("unlink", HERE, force=True) == both(SUCCESS)
+    mine = here.register(SHAPE)
+    with pytest.raises(LLMException):
+        here.pull_cache(("request", THERE, 1), mine)
+    assert here.unlink(THERE, there.call("where")) == both(SUCCESS)
+
+
+@pytest.mark.slow
 def test_each_side_of_the_hixl_backend_links_for_itself(
     start_here: Callable[..., Side], start_there: Callable[..., Peer]
 ) -> None:
@@ -426,10 +470,13 @@ def test_check_link_status_is_the_older_modes(here: Side) -> None:
     assert status_of(lambda: here.datadist.check_link_status(1)) == INVALID
 
 
-def test_remapping(here: Side) -> None:
+def test_remapping(here: Side, there: Peer) -> None:
     remap = here.manager.remap_registered_memory
     device, host = Memtype.MEM_TYPE_DEVICE, Memtype.MEM_TYPE_HOST
     assert status_of(lambda: remap([])) == INVALID
     for wrong in (1, [1], MemInfo(host, 1, 1), MemInfo(device, 0, 1), [MemInfo(device, 1, 0)]):
         assert status_of(lambda w=wrong: remap(w)) == INVALID
     assert status_of(lambda: remap(MemInfo(device, 1, 1))) == LLMStatusCode.LLM_NOT_YET_LINK
+    assert here.link(THERE, there.call("where")) == both(SUCCESS)
+    remap([MemInfo(device, 1, 1), MemInfo(device, 2, 1)])
+    remap(MemInfo(device, 1, 1))

@@ -311,6 +311,33 @@ def test_a_request_key_of_an_allocated_cache_is_used_up_by_its_pull(pooled: tupl
         assert here.tensors(mine)[0][3].tolist() == there.call("tensors", far)[0][2].tolist()
 
 
+@pytest.mark.slow
+def test_a_pull_of_its_row_by_id_uses_a_request_key_up_too(pooled: tuple[Side, Peer]) -> None:
+    here, there = pooled
+    far = there.call("allocate", [4, 8], 4, [1, 2], 9)
+    mine = here.register([4, 8])
+    here.pull_cache(("id", THERE, far, 1), mine)
+    assert here.tensors(mine)[0][0].tolist() == there.call("tensors", far)[0][1].tolist()
+    call = lambda: here.pull_cache(("request", THERE, 2), mine)  # noqa: E731
+    assert status_of(call) == LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
+    here.pull_cache(("id", THERE, far, 1), mine)  # the row itself is there as long as its cache
+    here.pull_cache(("id", THERE, far, 2), mine)
+    here.pull_cache(("request", THERE, 2**64 - 1, 0, 9), mine)  # a prefix stays
+    here.pull_cache(("request", THERE, 1), mine)
+
+
+@pytest.mark.slow
+def test_nothing_is_used_up_in_remote_mode(start_here: Callable[..., Side], start_there: Callable[..., Peer]) -> None:
+    how = {"enable_remote_cache_accessible": True}
+    here, there = start_here(**how), start_there(mem_pool_cfg='{"memory_size": 1048576}', **how)
+    assert here.link(THERE, there.call("where"))[0] == SUCCESS
+    far = there.call("allocate", [1, 8], 4, [1])
+    mine, my_blocks = here.register([1, 8]), here.register([4, 2], blocks=True)
+    for _ in range(2):
+        here.pull_cache(("id", THERE, far, 0), mine)
+        here.pull_blocks(("request", THERE, 1), my_blocks, [], [0, 1, 2, 3])
+
+
 def test_a_key_pulled_by_layers_is_used_up_by_the_last_of_them(pooled: tuple[Side, Peer]) -> None:
     here, there = pooled
     there.call("allocate", [1, 8], 4, [1])
@@ -335,3 +362,35 @@ def test_a_deallocated_cache_lives_until_its_keys_are_gone(pooled: tuple[Side, P
     call = lambda: here.pull_cache(("request", THERE, 2), mine)  # noqa: E731
     assert status_of(call) == LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
     here.pull_cache(("request", THERE, 3), mine)
+
+
+# --- what a side lets others reach
+
+
+@pytest.mark.slow
+def test_a_private_cache_of_the_peer_is_refused_in_remote_mode(
+    start_here: Callable[..., Side], start_there: Callable[..., Peer]
+) -> None:
+    how = {"enable_remote_cache_accessible": True}
+    here, there = start_here(**how), start_there(**how)
+    assert here.link(THERE, there.call("where"))[0] == SUCCESS
+    invalid = LLMStatusCode.LLM_PARAM_INVALID
+    mine = here.register(SHAPE)
+    for settings in ({"remote_accessible": False}, {"host": True}):
+        far = there.call("register", SHAPE, **settings)
+        assert status_of(lambda f=far: here.pull_cache(("id", THERE, f), mine)) == invalid
+        assert status_of(lambda f=far: here.push_cache(("id", THERE, f), mine)) == invalid
+    shared = there.call("register", SHAPE, host=True, remote_accessible=True)
+    here.pull_cache(("id", THERE, shared), mine)
+    private = here.register(SHAPE, remote_accessible=False)
+    assert status_of(lambda: here.pull_cache(("id", THERE, shared), private)) == invalid
+    here.manager.copy_cache(here.caches[private], here.caches[mine])  # that stays within the process
+
+
+@pytest.mark.slow
+def test_a_private_cache_is_for_remote_mode_alone(linked: tuple[Side, Peer]) -> None:
+    here, there = linked
+    filled(there, shape=SHAPE, req_ids=[1], remote_accessible=False)
+    mine = here.register(SHAPE, remote_accessible=False)
+    here.pull_cache(("request", THERE, 1), mine)
+    assert here.tensors(mine)[0][0].any()

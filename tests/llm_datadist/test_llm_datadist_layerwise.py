@@ -207,6 +207,42 @@ def test_rows_fill_blocks_and_the_last_listed_one_gets_the_rest(remote: tuple[Si
         assert not got[[1, 2, 4]].any()
 
 
+@pytest.mark.slow
+def test_rows_fill_blocks_that_addresses_name(linked: tuple[Side, Peer]) -> None:
+    here, there = linked
+    far = there.call("register", [6, 8], 4, blocks=True)
+    mine = here.register([2, 20], 4)
+    here.fill(mine)
+    addresses = there.call("addresses", far)
+    config = ("addresses", THERE, addresses, None, 1)
+    for listed, size in (([5, 0, 6], 32), ([5, 0, 3], 0), ([5, 0, 3], 160)):  # outside, no size, too large a size
+        task = here.start(mine, [config], None, listed, block_bytes=size)
+        here.all_ready(task)
+        assert here.results(task) == [INVALID]
+    assert not any(arrived(there.call("tensors", far)))
+    task = here.start(mine, [config], None, [5, 0, 3], block_bytes=32)
+    here.all_ready(task)
+    assert here.results(task) == [SUCCESS]
+    for got, sent in zip(there.call("tensors", far), here.tensors(mine), strict=True):
+        assert np.array_equal(got[5], sent[1][:8])
+        assert np.array_equal(got[0], sent[1][8:16])
+        assert np.array_equal(got[3], [*sent[1][16:], 0, 0, 0, 0])
+        assert not got[[1, 2, 4]].any()
+
+
+@pytest.mark.slow
+def test_what_the_engine_refuses_is_the_tasks_to_tell(linked: tuple[Side, Peer]) -> None:
+    here, there = linked
+    far = there.call("register", SHAPE)
+    mine = here.register(SHAPE)
+    here.unregister(mine)
+    config = ("addresses", THERE, there.call("addresses", far), None, 0)
+    task = here.start(mine, [config, config])
+    assert here.results(task) == [LLMStatusCode.LLM_KV_CACHE_NOT_EXIST, None]
+    assert here.synchronize(task) == LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
+    assert here.asked(task) == []
+
+
 def test_each_configuration_has_its_own_result_and_layers_are_asked_for_once(linked: tuple[Side, Peer]) -> None:
     here, there = linked
     one, two = there.call("register", SHAPE, 8), there.call("register", SHAPE, 8)

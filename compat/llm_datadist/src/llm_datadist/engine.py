@@ -8,6 +8,7 @@ Life: made by ``LLMDataDist.init`` (node open), closed by ``finalize``; a closed
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,6 +25,7 @@ from llm_datadist.utils.log import get_logger
 
 _LINK_WORKERS = 16  # links that one call builds at a time
 _LOOPBACK = ("127.", "0.0.0.0")
+_PROGRAM = "llm_datadist"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +48,8 @@ class Engine:
         self.cluster_id = cluster_id
         self.options = options
         self.timeout_ms = options.timeout_ms
-        self.node = _open_node(cluster_id, options)
+        self._program = f"{_PROGRAM}, caches by {'id' if options.remote else 'key'}"
+        self.node = _open_node(cluster_id, options, self._program)
         self.closed = False
         self._listen = options.listen
         self._lock = threading.Lock()
@@ -89,7 +92,12 @@ class Engine:
         if ours is not None and ours.alive:
             return ours
         links = [link for link in self.node.links if link.peer_id == cluster_id and link.alive]
+        links = [link for link in links if not self._is_of_the_other_mode(link)]
         return links[-1] if links else None
+
+    def _is_of_the_other_mode(self, link: kvferry.Link) -> bool:
+        """Whether the peer addresses caches differently. Such links are ended by whoever asked for them."""
+        return link.peer_program.startswith(_PROGRAM) and link.peer_program != self._program
 
     def has_links(self) -> bool:
         return any(link.alive for link in self.node.links)
@@ -118,6 +126,10 @@ class Engine:
                 return status_table.SUCCESS
             get_logger().error("[%s] cluster %d: %s", function, cluster.cluster_id, error)
             return status_of(error.kind, "link")
+        if self._is_of_the_other_mode(link):
+            link.close()
+            sentence = f"this side has {self._program}, the other {link.peer_program}: configure both alike"
+            return self._refuse(function, cluster, sentence)
         with self._lock:
             before = self._opened.get(link.peer_id)
             if before is None or not before.alive:
@@ -164,6 +176,9 @@ class Engine:
         if not force and not self.options.hixl and len(cluster.remote) != 1:
             return self._refuse(function, cluster, f"{len(cluster.remote)} remote addresses are given, not 1")
         code = status_table.SUCCESS
+        if not force and not self.options.hixl and any(_was_lost(link) for link in links):
+            # The peer did not take leave, so it is told; if it cannot be, the local entry stays until it is forced.
+            code = _told(cluster.remote[0], timeout_ms)
         for link in links:
             try:
                 link.unlink(timeout_ms=timeout_ms, force=force)
@@ -187,7 +202,7 @@ class Engine:
     def switch_role(self, listen: tuple[str, int] | None) -> None:
         """Moves the listener to ``listen``, closes it for None. Nothing has changed if the call raises."""
         function = "switch_role"
-        if self.has_links():
+        if self.has_links() and not self.options.hixl:
             raise failure(status_table.EXIST_LINK, function, "there are links; unlink them first")
         if listen is not None and self._listen is not None and listen[1] == self._listen[1]:
             return
@@ -207,7 +222,7 @@ class Engine:
             raise translated(error, function, "listen") from error
 
 
-def _open_node(cluster_id: int, options: EngineOptions) -> kvferry.Node:
+def _open_node(cluster_id: int, options: EngineOptions, program: str) -> kvferry.Node:
     more: dict[str, Any] = {}
     pools = [pool for pool in (options.device_pool, options.host_pool) if pool is not None]
     if pools:
@@ -222,8 +237,34 @@ def _open_node(cluster_id: int, options: EngineOptions) -> kvferry.Node:
         node_id=cluster_id,
         secret=options.secret,
         attach=options.attach,
+        program=program,
         **more,
     )
+
+
+def _was_lost(link: kvferry.Link) -> bool:
+    """Whether the peer vanished, rather than one of the two having unlinked."""
+    if link.alive:
+        return False
+    try:
+        link.describe(0, timeout_ms=0)
+    except kvferry.KvferryError as error:
+        return error.kind == "peer_lost"
+    return False
+
+
+def _told(address: tuple[int, int], timeout_ms: int) -> int:
+    """Whether anybody listens where a peer was that is to be told that its link is over."""
+    try:
+        socket.create_connection((int_to_ip(address[0]), address[1]), timeout=timeout_ms / 1000).close()
+    except ValueError:
+        return status_table.PARAM_INVALID
+    except TimeoutError:
+        return status_table.TIMEOUT
+    except OSError as error:
+        get_logger().error("[unlink_clusters] %s:%d: %s; unlink by force", *address, error)
+        return status_table.UNLINK_FAILED
+    return status_table.SUCCESS
 
 
 def _for_each(clusters: Sequence[Cluster], work: Callable[[Cluster], int]) -> list[LLMStatusCode]:

@@ -51,6 +51,16 @@ def start(
     return job.task
 
 
+def refused(count: int, error: LLMException) -> CacheTask:
+    """A task of ``count`` configurations that the engine refuses as a whole: the first one has the code."""
+    get_logger().error("%s", error)
+    task = CacheTask(count)
+    if count:
+        task._record(0, error.status_code)
+    task._end()
+    return task
+
+
 class _Job:
     def __init__(
         self,
@@ -88,7 +98,7 @@ class _Job:
         for index, destination in enumerate(self._destinations):
             try:
                 link = self._engine.link_to(destination.cluster_id, FUNCTION)
-                if destination.block_bytes:
+                if destination.block_bytes and not isinstance(destination.to, kvferry.Addresses):
                     self._check_block_size(link, destination)
                 self._pushes[index] = link.push_layers(
                     self._mine,

@@ -80,6 +80,18 @@ def push_layers(
     return source, destination
 
 
+def copied_bytes(offset: int, size: int, source_row_bytes: int, destination_row_bytes: int) -> int:
+    """How many bytes a copy moves that begins ``offset`` bytes into both rows; size -1: what is left of the source's."""
+    for side, row_bytes in (("source", source_row_bytes), ("destination", destination_row_bytes)):
+        if offset >= row_bytes:
+            raise RuleError(f"offset is {offset}, the {side}'s rows have {row_bytes} bytes")
+    moved = source_row_bytes - offset if size == -1 else size
+    for side, row_bytes in (("source", source_row_bytes), ("destination", destination_row_bytes)):
+        if moved > row_bytes - offset:
+            raise RuleError(f"{moved} bytes from offset {offset} do not fit in the {side}'s rows of {row_bytes}")
+    return moved
+
+
 def blocks_of_row(tensor_bytes: int, block_bytes: int, listed: int) -> None:
     """Whether a source tensor can go into ``listed`` blocks of ``block_bytes``."""
     if not 0 < block_bytes < tensor_bytes:

@@ -16,12 +16,11 @@ from llm_datadist.engine import Engine, translated
 from llm_datadist.keys import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex
 from llm_datadist.layerwise import Destination
 from llm_datadist.rules.options import EngineOptions
-from llm_datadist.rules.ranges import blocks_of_row
-from llm_datadist.status import LLMStatusCode, failure, raise_if_false
+from llm_datadist.rules.ranges import blocks_of_row, copied_bytes
+from llm_datadist.status import LLMException, raise_if_false
 from llm_datadist.transfer import CacheTask, LayerSynchronizer, TransferConfig, TransferWithCacheKeyConfig
 from llm_datadist.utils.utils import (
     check_block_list,
-    check_inner,
     check_int64,
     check_isinstance,
     check_uint32,
@@ -29,7 +28,6 @@ from llm_datadist.utils.utils import (
 )
 from llm_datadist.v2.cache_table import CacheTable, owner_key
 
-_NOT_ENABLED = LLMStatusCode.LLM_FEATURE_NOT_ENABLED
 _PULL_CACHE_KEYS = (CacheKey, CacheKeyByIdAndIndex)
 _PULL_BLOCKS_KEYS = (BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex)
 
@@ -241,16 +239,17 @@ class CacheManager(CacheTable):
             dst_block_memory_size,
             self._options.remote,
         )
-        mine = self._own(layerwise.FUNCTION, src_cache)
         lists = (list(src_block_indices or ()), list(dst_block_indices or ()))
         block_bytes = 0
-        if lists[1] and not lists[0]:  # rows into blocks
-            block_bytes = dst_block_memory_size or 0
-            with arguments.rules_as_exceptions():
-                blocks_of_row(src_cache.cache_desc.size, block_bytes, len(lists[1]))
-            if not self._options.remote:
-                raise failure(_NOT_ENABLED, layerwise.FUNCTION, "rows go into blocks that a key names, not addresses")
-        elif not lists[1] and src_cache.is_blocks_cache:
+        try:
+            mine = self._own(layerwise.FUNCTION, src_cache)
+            if lists[1] and not lists[0]:  # rows into blocks
+                block_bytes = dst_block_memory_size or 0
+                with arguments.rules_as_exceptions():
+                    blocks_of_row(src_cache.cache_desc.size, block_bytes, len(lists[1]))
+        except LLMException as error:  # the engine's refusals are the task's to tell
+            return layerwise.refused(len(transfer_configs), error)
+        if not lists[1] and src_cache.is_blocks_cache:
             lists = ([0], [0])
         return layerwise.start(
             self._engine,
@@ -271,7 +270,7 @@ class CacheManager(CacheTable):
         to: Any
         row = 0
         if isinstance(config, TransferConfig):
-            to = kvferry.Addresses(tuple(config.dst_addrs))
+            to = kvferry.Addresses(tuple(config.dst_addrs), unit_bytes=block_bytes)
         else:
             to = self._push_target(config.cache_key)
             row = config.cache_key.batch_index if isinstance(config.cache_key, CacheKeyByIdAndIndex) else 0
@@ -296,7 +295,7 @@ class CacheManager(CacheTable):
         size: int = -1,
         req_id: int | None = None,
     ) -> None:
-        """One row of ``src`` into one row of ``dst``."""
+        """``size`` bytes of a row of ``src`` into a row of ``dst``, both from ``offset`` on; -1: the rest of ``src``'s row."""
         check_isinstance("dst", dst, Cache)
         check_isinstance("src", src, Cache)
         raise_if_false(not dst.is_blocks_cache and not src.is_blocks_cache, "copy_cache is not for blocks caches")
@@ -306,40 +305,47 @@ class CacheManager(CacheTable):
         arguments.size(size)
         if req_id is not None:
             check_uint64("req_id", req_id)
-        if offset:
-            raise failure(_NOT_ENABLED, "copy_cache", "copies start at the row's first byte")
-        self._copy(
-            "copy_cache",
-            src,
-            dst,
-            {"row": dst_batch_index, "source_row": src_batch_index, "size_bytes": None if size == -1 else size},
-        )
+        source, destination = self._here("copy_cache", src), self._here("copy_cache", dst)
+        with arguments.rules_as_exceptions():
+            size_bytes = copied_bytes(offset, size, source.unit_bytes, destination.unit_bytes)
+        raise_if_false(src_batch_index < source.count, "src has {} rows, not row {}", source.count, src_batch_index)
+        moves = {"row": dst_batch_index, "source_row": src_batch_index, "size_bytes": size_bytes}
+        self._copy("copy_cache", source, destination, moves | {"offset_bytes": offset})
 
     def copy_blocks(self, cache: Cache, copy_block_info: dict[int, list[int]]) -> None:
         """Each named block into each of the blocks listed for it, in order, within one cache."""
         check_isinstance("cache", cache, Cache)
         raise_if_false(cache.is_blocks_cache, "cache must be a blocks cache")
         check_isinstance("copy_block_info", copy_block_info, dict, allow_none=False)
-        check_inner("copy_block_info's blocks", copy_block_info.keys(), int)
+        check_block_list("copy_block_info's blocks", list(copy_block_info))
         for source, destinations in copy_block_info.items():
             check_isinstance(f"copy_block_info[{source}]", destinations, list, allow_none=False)
-            check_inner(f"copy_block_info[{source}]", destinations, int)
+            check_block_list(f"copy_block_info[{source}]", destinations)
         pairs = [(source, to) for source, destinations in copy_block_info.items() for to in destinations]
         if pairs:
             sources, into = zip(*pairs, strict=True)
-            self._copy("copy_blocks", cache, cache, {"blocks": (sources, into)})
+            mine = self._here("copy_blocks", cache)
+            self._copy("copy_blocks", mine, mine, {"blocks": (sources, into)})
 
     def swap_blocks(self, src_cache: Cache, dst_cache: Cache, src_to_dst: dict[int, int]) -> None:
         """Copies blocks between a host and a device cache, in the direction given."""
         arguments.swap(src_cache, dst_cache, src_to_dst)
-        if -1 in (src_cache.cache_id, dst_cache.cache_id):
-            raise failure(_NOT_ENABLED, "swap_blocks", "caches made by create_cpu_cache are not served: register them")
         if src_to_dst:
+            source, destination = (self._operand("swap_blocks", cache) for cache in (src_cache, dst_cache))
             blocks = (list(src_to_dst.keys()), list(src_to_dst.values()))
-            self._copy("swap_blocks", src_cache, dst_cache, {"blocks": blocks})
+            self._copy("swap_blocks", source, destination, {"blocks": blocks})
 
-    def _copy(self, function: str, src: Cache, dst: Cache, moves: dict[str, Any]) -> None:
-        source, destination = self._own(function, src), self._own(function, dst)
+    def _operand(self, function: str, cache: Cache) -> kvferry.Cache | kvferry.Addresses:
+        """A cache made by ``create_cpu_cache`` is no more than its addresses."""
+        return kvferry.Addresses(cache.tensor_addrs) if cache.cache_id == -1 else self._here(function, cache)
+
+    def _copy(
+        self,
+        function: str,
+        source: kvferry.Cache | kvferry.Addresses,
+        destination: kvferry.Cache | kvferry.Addresses,
+        moves: dict[str, Any],
+    ) -> None:
         try:
             self._engine.node.copy(source, destination, **moves)
         except kvferry.KvferryError as error:

@@ -80,6 +80,7 @@ class CacheTable:
                 count=count,
                 layout="blocks" if is_blocks else "rows",
                 keys=keys,
+                reachable=accessible or not self._options.remote,
             )
         except kvferry.KvferryError as error:
             raise translated(error, "register_blocks_cache" if is_blocks else "register_cache", "register") from error
@@ -110,14 +111,13 @@ class CacheTable:
         self._forget(cache_id)
 
     def remap_registered_memory(self, mem_infos: MemInfo | list[MemInfo]) -> None:
-        """Not served: device memory has no faults to mend here. Checks its arguments, then says so."""
+        """Nothing to be done: a transfer reads whatever memory is mapped at a registered address when it runs."""
         arguments.memory(mem_infos)
         function = "remap_registered_memory"
         if isinstance(mem_infos, list) and not mem_infos:
             raise failure(LLMStatusCode.LLM_PARAM_INVALID, function, "mem_infos is empty")
         if self._engine.closed or not self._engine.has_links():
             raise failure(LLMStatusCode.LLM_NOT_YET_LINK, function, "there is no link")
-        raise failure(LLMStatusCode.LLM_FEATURE_NOT_ENABLED, function, "there is no device memory to remap")
 
     # -- allocation
 
@@ -146,6 +146,7 @@ class CacheTable:
                 dtype="uint8",
                 layout="blocks" if is_blocks else "rows",
                 keys=keys,
+                keys_end_by="never" if self._options.remote else "row",
             )
         except kvferry.KvferryError as error:
             raise translated(error, "allocate_blocks_cache" if is_blocks else "allocate_cache", "register") from error
@@ -199,12 +200,17 @@ class CacheTable:
     # -- names
 
     def _own(self, function: str, cache: Cache) -> kvferry.Cache:
-        """This node's cache behind a ``Cache``."""
+        """This node's cache behind a ``Cache``, for a transfer."""
+        ours = self._here(function, cache)
+        if cache.cache_id in self._private and self._options.remote:
+            raise failure(LLMStatusCode.LLM_PARAM_INVALID, function, f"{cache} is not remote accessible")
+        return ours
+
+    def _here(self, function: str, cache: Cache) -> kvferry.Cache:
+        """The same for what stays within this process."""
         ours = self._caches.get(cache.cache_id)
         if ours is None:
             raise failure(LLMStatusCode.LLM_KV_CACHE_NOT_EXIST, function, f"{cache} does not exist here")
-        if self._options.remote and cache.cache_id in self._private:
-            raise failure(LLMStatusCode.LLM_PARAM_INVALID, function, f"{cache} is not remote accessible")
         return ours
 
     def _blocks_key(self, model_id: int) -> kvferry.BlocksKey:
