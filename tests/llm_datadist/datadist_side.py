@@ -6,9 +6,12 @@ returns is plain values, so that a test may ask a side in another process for it
 
 import ctypes
 import math
+import os
 import socket
 import threading
+import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -28,6 +31,7 @@ from llm_datadist import (
     LLMException,
     LLMRole,
     Placement,
+    RegisterMemStatus,
     TransferConfig,
     TransferWithCacheKeyConfig,
 )
@@ -112,6 +116,33 @@ class Side:
     def unlink(self, cluster_id: int, port: int = 1, timeout: int = 3000, force: bool = False) -> tuple[int, list[int]]:
         code, codes = self.datadist.unlink_clusters([cluster(cluster_id, port)], timeout, force)
         return code, codes
+
+    def link_table(self, name: str, ranks: dict[int, int], table: str) -> int:
+        return self.datadist.link(name, ranks, table)
+
+    def link_tables(self, names: Sequence[str], ranks: dict[int, int], table: str) -> list[int]:
+        """Each from a thread of its own."""
+        with ThreadPoolExecutor(len(names)) as threads:
+            return list(threads.map(lambda name: self.link_table(name, ranks, table), names))
+
+    def status(self, comm_id: int) -> RegisterMemStatus:
+        return self.datadist.query_register_mem_status(comm_id)
+
+    def settled(self, comm_id: int, within_s: float = 20) -> RegisterMemStatus:
+        """The status once it is no longer PREPARING."""
+        until = time.monotonic() + within_s
+        while (status := self.status(comm_id)) is RegisterMemStatus.PREPARING and time.monotonic() < until:
+            time.sleep(0.01)
+        return status
+
+    def unlink_table(self, comm_id: int) -> None:
+        self.datadist.unlink(comm_id)
+
+    def fork_and_sleep(self, seconds: float) -> None:
+        """Leaves a child behind that does nothing."""
+        if os.fork() == 0:
+            time.sleep(seconds)
+            os._exit(0)
 
     # --- memory
 

@@ -456,7 +456,10 @@ def test_arguments_of_rank_table_links(here: Side) -> None:
     for ranks in ({-1: 0, 1: 1}, {0: 0, 1: 1 << 32}):
         with pytest.raises(ValueError, match="out of range"):
             link("a", ranks, "{}")
-    assert status_of(lambda: link("a", good, "{}")) == LLMStatusCode.LLM_FEATURE_NOT_ENABLED
+    assert status_of(lambda: link("a", {5: 0, 6: 1}, "{}")) == INVALID  # this cluster is not among them
+    assert status_of(lambda: link("a", good, "{")) == INVALID
+    assert link("a", good, '{"server_list":[{"device":[{}]}]}') == 1
+    assert link("a", good, "{}") == 2
 
 
 def test_unknown_communicators(here: Side) -> None:

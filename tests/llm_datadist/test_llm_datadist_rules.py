@@ -1,11 +1,14 @@
 """The pure rules: options, layer ranges, shapes, the status of each kind of error."""
 
+import json
+
 import pytest
 
 import kvferry
 from llm_datadist import LLMStatusCode
 from llm_datadist.rules import options, ranges, status_table
 from llm_datadist.rules.addresses import int_to_ip, ip_to_int
+from llm_datadist.rules.rank_table import Member, members
 
 CM = {options.CACHE_MANAGER: "1"}
 LISTEN = {options.LISTEN: "127.0.0.1:7000"}
@@ -211,6 +214,66 @@ def test_blocks_of_a_row() -> None:
     for block_bytes, listed in ((0, 1), (100, 1), (101, 1), (30, 5)):
         with pytest.raises(ranges.RuleError):
             ranges.blocks_of_row(100, block_bytes, listed)
+
+
+def test_copied_bytes() -> None:
+    assert ranges.copied_bytes(0, -1, 8, 12) == 8
+    assert ranges.copied_bytes(3, -1, 8, 8) == 5
+    assert ranges.copied_bytes(3, 2, 8, 5) == 2
+    for offset, size, source, destination in ((8, -1, 8, 9), (0, -1, 9, 8), (4, 1, 8, 4), (3, 6, 8, 20), (3, 3, 20, 5)):
+        with pytest.raises(ranges.RuleError):
+            ranges.copied_bytes(offset, size, source, destination)
+
+
+# --- rank tables
+
+
+def rank_table(*servers: dict[str, object]) -> str:
+    return json.dumps({"version": "1.2", "server_list": list(servers)})
+
+
+def test_members_of_one_server_are_on_this_host_whatever_its_address() -> None:
+    server = {"server_id": "10.1.1.1", "device": [{"rank_id": "1"}, {"rank_id": "0"}]}
+    expected = (Member(8, 0), Member(7, 1))
+    assert members(rank_table(server), {8: 0, 7: 1}) == expected
+    for without_ranks in ("{}", '{"server_list":[{"device":[{}]}]}', rank_table({"server_id": "10.1.1.1"})):
+        assert members(without_ranks, {8: 0, 7: 1}) == expected
+    other = {"server_id": "10.1.1.2", "device": [{"rank_id": 2}]}  # nobody of it takes part
+    assert members(rank_table(server, other), {8: 0, 7: 1}) == expected
+
+
+def test_members_of_several_servers_have_their_servers_address() -> None:
+    one = {"server_id": "node-1", "host_ip": "10.1.1.1", "device": [{"rank_id": "3"}]}
+    two = {"server_id": "10.1.1.2", "device": [{"rank_id": "5"}]}
+    assert members(rank_table(two, one), {8: 3, 7: 5}) == (Member(8, 3, "10.1.1.1"), Member(7, 5, "10.1.1.2"))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        '{"server_list": {}}',
+        '{"server_list": [1]}',
+        rank_table({"device": {}}),
+        rank_table({"server_id": "a", "device": [{"rank_id": "0"}]}),  # rank 1 is missing
+        rank_table({"server_id": "a", "device": [{"rank_id": "0"}, {"rank_id": "one"}]}),
+        rank_table({"server_id": "a", "device": [{"rank_id": "0"}]}, {"device": [{"rank_id": "1"}]}),
+        rank_table({"server_id": 5, "device": [{"rank_id": "0"}, {"rank_id": "1"}]}),
+    ],
+)
+def test_rank_tables_that_cannot_be(text: str) -> None:
+    with pytest.raises(ranges.RuleError, match="rank"):
+        members(text, {8: 0, 7: 1})
+
+
+def test_our_own_options_may_come_from_the_environment() -> None:
+    environment = {"KVFERRY_SECRET": "s", "KVFERRY_RENDEZVOUS_PORT": "99", "KVFERRY_ATTACH": "", "KVFERRY_X": "y"}
+    given = {"kvferry.secret": "mine", "a": "b"}
+    expected = {"kvferry.secret": "mine", "kvferry.rendezvous_port": "99", "a": "b"}
+    assert options.with_environment(given, environment) == expected
+    with pytest.raises(options.OptionError, match="rendezvous_port"):
+        options.parse({"kvferry.rendezvous_port": "0"})
 
 
 # --- statuses

@@ -148,7 +148,7 @@ class LlmConfig:
     link_total_time = _Option(
         "llm.LinkTotalTime", _is_between(0, _MAX_UINT32), _text_if_set, 0, "Seconds for one ``link()``; 0: 30 seconds."
     )
-    link_retry_count = _Option("llm.LinkRetryCount", _is_between(1, 100), _text_if_set, 1, "Tries within that time.")
+    link_retry_count = _Option("llm.LinkRetryCount", _is_between(1, 100), _text_if_set, 1, "Accepted, without effect.")
     rdma_traffic_class = _Option("llm.RdmaTrafficClass", check_uint32, _text_if_set, None, "Accepted, without effect.")
     rdma_service_level = _Option("llm.RdmaServiceLevel", check_uint32, _text_if_set, None, "Accepted, without effect.")
     buf_pool_cfg = _Option("llm.BufPoolCfg", _is_str, _text_if_any, "", "Accepted, without effect.")

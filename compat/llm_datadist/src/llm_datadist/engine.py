@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import kvferry
+from llm_datadist.communicators import Communicators
+from llm_datadist.rendezvous import LOOPBACK
 from llm_datadist.rules import status_table
 from llm_datadist.rules.addresses import int_to_ip
 from llm_datadist.rules.options import EngineOptions
@@ -57,13 +59,17 @@ class Engine:
         self._opened: dict[int, kvferry.Link] = {}  # opened by this side
         self._linked_to_itself = False
         self._has_local_address = bool(options.local_comm_res)
+        self._dialling: dict[int, threading.Lock] = {}  # by cluster: a second link to it would replace the first
+        self.communicators = Communicators(self)
 
     def close(self) -> None:
         with self._lock:
             self.closed = True
             self._links.clear()
             self._opened.clear()
+        self.communicators.stop()
         self.node.close()
+        self.communicators.join()
 
     # -- links
 
@@ -106,6 +112,10 @@ class Engine:
         return _for_each(clusters, lambda cluster: self._link(cluster, timeout_ms))
 
     def _link(self, cluster: Cluster, timeout_ms: int) -> int:
+        with self._dial_lock(cluster.cluster_id):
+            return self._dial(cluster, timeout_ms)
+
+    def _dial(self, cluster: Cluster, timeout_ms: int) -> int:
         function = "link_clusters"
         if len(cluster.remote) != 1:
             return self._refuse(function, cluster, f"{len(cluster.remote)} remote addresses are given, not 1")
@@ -155,6 +165,52 @@ class Engine:
             opened = self._opened.get(cluster_id)
             return opened is not None and opened.alive
         return self._alive(cluster_id) is not None
+
+    # -- links by rank table
+
+    def listening_address(self, host: str) -> str:
+        """Where members of a communicator reach this node, whose own server there is ``host`` (``""``: only this one).
+        Listens if ``init`` did not say where. ``":port"``: at any address of the server."""
+        with self._lock:
+            address = self.node.address
+            if address is None or (self._listen is None and host and address.startswith(_LOOPBACK[0])):
+                self.node.stop_listening()
+                address = _listen_at_any_port(self.node, host or LOOPBACK)
+        ip, _, port = address.rpartition(":")
+        return f":{port}" if ip in ("0.0.0.0", "[::]") else address
+
+    def is_linked(self, cluster_id: int) -> bool:
+        return not self.closed and self._alive(cluster_id) is not None
+
+    def link_for_table(self, cluster_id: int, address: str, timeout_ms: int) -> None:
+        """Links to a member unless it is linked. Raises ``kvferry.KvferryError``, and ``LLMException`` for another peer
+        than was expected."""
+        with self._dial_lock(cluster_id):
+            if self.is_linked(cluster_id):
+                return
+            link = self.node.link(address, timeout_ms=timeout_ms)
+            if link.peer_id != cluster_id or self._is_of_the_other_mode(link):
+                link.close()
+                sentence = (
+                    f"cluster {link.peer_id} with {link.peer_program} listens at {address}, not cluster {cluster_id}"
+                )
+                raise failure(status_table.PARAM_INVALID, "link", f"{sentence} with {self._program}")
+            with self._lock:
+                self._links[cluster_id] = link
+
+    def unlink_for_table(self, cluster_id: int) -> None:
+        """Ends the links to a member, unless ``link_clusters`` opened one here: that is for ``unlink_clusters``."""
+        with self._lock:
+            if cluster_id in self._opened or self.closed:
+                return
+            links = [link for link in self.node.links if link.peer_id == cluster_id]
+            self._links.pop(cluster_id, None)
+        for link in links:
+            link.close()
+
+    def _dial_lock(self, cluster_id: int) -> threading.Lock:
+        with self._lock:
+            return self._dialling.setdefault(cluster_id, threading.Lock())
 
     def _is_own_address(self, host: str, port: int) -> bool:
         if self._listen is None or self._listen[1] != port:
@@ -265,6 +321,13 @@ def _told(address: tuple[int, int], timeout_ms: int) -> int:
         get_logger().error("[unlink_clusters] %s:%d: %s; unlink by force", *address, error)
         return status_table.UNLINK_FAILED
     return status_table.SUCCESS
+
+
+def _listen_at_any_port(node: kvferry.Node, host: str) -> str:
+    try:
+        return node.listen(f"[{host}]:0" if ":" in host else f"{host}:0")
+    except kvferry.KvferryError:  # the table has an address that leads here, but is not this machine's own
+        return node.listen("0.0.0.0:0")
 
 
 def _for_each(clusters: Sequence[Cluster], work: Callable[[Cluster], int]) -> list[LLMStatusCode]:

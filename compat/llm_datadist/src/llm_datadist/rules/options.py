@@ -29,14 +29,17 @@ LINK_RETRY_COUNT = "llm.LinkRetryCount"
 DEVICE_POOL = "llm.MemPoolConfig"
 HOST_POOL = "llm.HostMemPoolConfig"
 
-# Our own, unknown to the vendor: reach the dict by LLMConfig.ge_options.
+# Our own, unknown to the vendor: reach the dict by LLMConfig.ge_options, or the environment (`with_environment`).
 SECRET = "kvferry.secret"
 TRANSPORTS = "kvferry.transports"  # "map,cma,socket" or fewer
 ATTACH = "kvferry.attach"  # "same" or "any"
+RENDEZVOUS_PORT = "kvferry.rendezvous_port"  # where members of rank tables meet
+OWN = (SECRET, TRANSPORTS, ATTACH, RENDEZVOUS_PORT)
 
 DEFAULT_TIMEOUT_MS = 1000
 DEFAULT_LINK_TOTAL_TIME_S = 30
 DEFAULT_PAGE_SHIFT = 16
+DEFAULT_RENDEZVOUS_PORT = 18517
 
 
 class OptionError(Exception):
@@ -65,6 +68,7 @@ class EngineOptions:
     secret: str | None = None
     transports: tuple[str, ...] | None = None
     attach: str = "same"
+    rendezvous_port: int = DEFAULT_RENDEZVOUS_PORT
 
 
 def completed(options: Mapping[str, str], role: str) -> dict[str, str]:
@@ -87,6 +91,12 @@ def completed(options: Mapping[str, str], role: str) -> dict[str, str]:
     if is_cache_manager_mode(result) and LISTEN in result:
         result.update(listen_options(result[LISTEN]))
     return result
+
+
+def with_environment(options: Mapping[str, str], environment: Mapping[str, str]) -> dict[str, str]:
+    """A copy with those of our own options that only the environment has: ``kvferry.secret`` as ``KVFERRY_SECRET``."""
+    ours = {option: environment.get(option.upper().replace(".", "_")) for option in OWN}
+    return {option: text for option, text in ours.items() if text} | dict(options.items())
 
 
 def is_cache_manager_mode(options: Mapping[str, str]) -> bool:
@@ -130,6 +140,7 @@ def parse(options: Mapping[str, str]) -> EngineOptions:
         secret=options.get(SECRET),
         transports=tuple(name.strip() for name in transports.split(",")) if transports else None,
         attach=attach,
+        rendezvous_port=_number(options, RENDEZVOUS_PORT, DEFAULT_RENDEZVOUS_PORT, 1, 65535),
     )
 
 

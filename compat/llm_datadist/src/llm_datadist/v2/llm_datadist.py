@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import atexit
 import importlib
+import os
 import threading
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import kvferry
+from llm_datadist.arguments import rules_as_exceptions
 from llm_datadist.cluster import LLMClusterInfo
 from llm_datadist.engine import Cluster, Engine, translated
 from llm_datadist.enums import LLMRole, RegisterMemStatus
 from llm_datadist.rules import options as rules
 from llm_datadist.rules.options import EngineOptions
+from llm_datadist.rules.rank_table import members as rank_table_members
 from llm_datadist.status import LLMException, LLMStatusCode, failure, raise_if_false
 from llm_datadist.utils.utils import check_dict, check_inner, check_int32, check_isinstance, check_uint32, check_uint64
 from llm_datadist.v2.cache_manager import CacheManager
@@ -63,6 +66,7 @@ class LLMDataDist:
 
     def _parsed(self, options: dict[str, str]) -> EngineOptions:
         try:
+            options = rules.with_environment(options, os.environ)
             completed = rules.completed(options, self._role_to_str(self._role))
             if not rules.is_cache_manager_mode(completed):
                 importlib.import_module("llm_datadist_v1")  # the older mode: ModuleNotFoundError
@@ -137,8 +141,13 @@ class LLMDataDist:
     # -- links by rank table
 
     def link(self, comm_name: str, cluster_rank_info: dict[int, int], rank_table: str) -> int:
-        """Not served yet: checks its arguments, then ``LLM_FEATURE_NOT_ENABLED``."""
-        self._initialised()
+        """Starts linking to the other clusters of a rank table and returns a number for it at once.
+
+        Every member calls it with the same name, ranks and table, in any order; ``query_register_mem_status`` says how far
+        it is, ``FAILED`` after ``link_total_time`` at the latest. The table names no port: the members meet at one that all
+        have configured alike, ``kvferry.rendezvous_port``, at the server of the lowest rank.
+        """
+        engine = self._initialised()
         check_isinstance("comm_name", comm_name, str, allow_none=False)
         raise_if_false(1 <= len(comm_name) <= _MAX_NAME, "comm_name must have 1 to {} characters", _MAX_NAME)
         check_dict("cluster_rank_info", cluster_rank_info, int, int)
@@ -151,23 +160,29 @@ class LLMDataDist:
         ranks = list(cluster_rank_info.values())
         raise_if_false(ranks == sorted(ranks), "cluster_rank_info's ranks must ascend, but got {}", ranks)
         check_isinstance("rank_table", rank_table, str, allow_none=False)
-        raise failure(
-            LLMStatusCode.LLM_FEATURE_NOT_ENABLED, "link", "linking by rank table is not served: use link_clusters"
+        _needs_tables("link", engine)
+        raise_if_false(
+            self._cluster_id in cluster_rank_info, "cluster_rank_info must have this cluster, {}", self._cluster_id
         )
+        with rules_as_exceptions():
+            members = rank_table_members(rank_table, cluster_rank_info)
+        comm_id = engine.communicators.add(comm_name, members)
+        self.cache_manager.set_is_call_linked()
+        return comm_id
 
     def unlink(self, comm_id: int) -> None:
-        self._unknown_communicator("unlink", comm_id)
-
-    def query_register_mem_status(self, comm_id: int) -> RegisterMemStatus:
-        self._unknown_communicator("query_register_mem_status", comm_id)
-        return RegisterMemStatus.FAILED
-
-    def _unknown_communicator(self, function: str, comm_id: int) -> None:
+        """Ends what ``link`` has made, or goes on making; a link that another call of ``link`` needs too stays."""
         engine = self._initialised()
         check_uint64("comm_id", comm_id)
-        if engine.options.hixl:
-            raise failure(LLMStatusCode.LLM_FEATURE_NOT_ENABLED, function, "the hixl backend links by address alone")
-        raise failure(LLMStatusCode.LLM_NOT_YET_LINK, function, f"there is no communicator {comm_id}")
+        _needs_tables("unlink", engine)
+        engine.communicators.remove(comm_id)
+
+    def query_register_mem_status(self, comm_id: int) -> RegisterMemStatus:
+        """``OK`` once all members are linked; ``FAILED`` when time was up, or when a member is gone."""
+        engine = self._initialised()
+        check_uint64("comm_id", comm_id)
+        _needs_tables("query_register_mem_status", engine)
+        return engine.communicators.status(comm_id)
 
     # -- role
 
@@ -187,6 +202,11 @@ class LLMDataDist:
     @staticmethod
     def _role_to_str(role: LLMRole) -> str:
         return _ROLE_NAMES[role]
+
+
+def _needs_tables(function: str, engine: Engine) -> None:
+    if engine.options.hixl:
+        raise failure(LLMStatusCode.LLM_FEATURE_NOT_ENABLED, function, "the hixl backend links by address alone")
 
 
 def _check_timeout(timeout: int) -> None:
