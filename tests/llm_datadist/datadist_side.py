@@ -5,6 +5,7 @@ returns is plain values, so that a test may ask a side in another process for it
 """
 
 import ctypes
+import itertools
 import math
 import os
 import socket
@@ -82,6 +83,7 @@ class Side:
         self.arrays: dict[int, list[Any]] = {}
         self.caches: dict[int, Cache] = {}
         self.tasks: dict[int, tuple[CacheTask, Events]] = {}
+        self.task_numbers = itertools.count()
         config = LLMConfig()
         config.device_id = 0
         config.enable_cache_manager = True
@@ -248,8 +250,9 @@ class Side:
         events = Events(cache.cache_desc.num_tensors // 2, answers)
         listed = [config_of(config) for config in configs]
         task = self.manager.transfer_cache_async(cache, events, listed, source, into, block_bytes)
-        self.tasks[len(self.tasks)] = (task, events)
-        return len(self.tasks) - 1
+        number = next(self.task_numbers)
+        self.tasks[number] = (task, events)
+        return number
 
     def ready(self, number: int, layer: int) -> None:
         self.tasks[number][1].ready[layer].set()
@@ -274,6 +277,41 @@ class Side:
         return list(self.tasks[number][1].asked)
 
     # --- many threads
+
+    def do_everything(self, cluster_id: int, model: int, far_rows: int, threads: int, rounds: int) -> list[str]:
+        """Each thread registers caches of its own, pushes them to a block and a row of its own, pulls them back, copies,
+        transfers layer by layer and unregisters, again and again. Returns what was wrong."""
+        wrong: list[str] = []
+
+        def work(thread: int) -> None:
+            shape = [2, 128]
+            for number in range(rounds):
+                try:
+                    blocks, rows = self.register(shape, 2, blocks=True), self.register(shape, 2)
+                    for cache in (blocks, rows):
+                        self.arrays[cache][1][0] = thread * 1000 + number
+                    self.push_blocks(("blocks", cluster_id, model), blocks, [0], [thread])
+                    self.pull_blocks(("blocks", cluster_id, model), blocks, [thread], [1])
+                    self.push_cache(("id", cluster_id, far_rows, thread), rows)
+                    self.pull_cache(("id", cluster_id, far_rows, thread), rows, 1)
+                    task = self.start(rows, [("key", ("id", cluster_id, far_rows, thread), (0, 1), (0, 1), 1)])
+                    self.all_ready(task)
+                    self.manager.copy_blocks(self.caches[blocks], {1: [0]})
+                    if self.results(task) != [0]:
+                        wrong.append(f"thread {thread}, round {number}: {self.results(task)}")
+                    for cache in (blocks, rows):
+                        if not (self.arrays[cache][1] == thread * 1000 + number).all():
+                            wrong.append(f"thread {thread}, round {number}: bytes")
+                        self.unregister(cache)
+                except LLMException as error:
+                    wrong.append(f"thread {thread}, round {number}: {error}")
+
+        workers = [threading.Thread(target=work, args=(thread,)) for thread in range(threads)]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+        return wrong
 
     def pull_many(
         self, key: tuple[Any, ...], missing: tuple[Any, ...], cache_id: int, threads: int, pulls: int

@@ -160,6 +160,20 @@ def test_a_pool_that_is_full_gives_back_what_it_got(pooled: Any) -> None:
     pooled.allocate_cache(big)
 
 
+def test_each_placement_has_its_own_share(start_here: Callable[..., Side]) -> None:
+    pools = {"mem_pool_cfg": '{"memory_size": 1048576}', "host_mem_pool_cfg": '{"memory_size": 524288}'}
+    manager = start_here(**pools).manager
+    for placement, size in ((Placement.DEVICE, 1 << 20), (Placement.HOST, 1 << 19)):
+        for _ in range(2):
+            cache = manager.allocate_cache(desc(2, [8, size // 16], placement=placement))
+            for more in (1, 3):
+                call = lambda p=placement, n=more: manager.allocate_blocks_cache(desc(n, placement=p))  # noqa: E731
+                assert status_of(call) == LLMStatusCode.LLM_OUT_OF_MEMORY
+            manager.deallocate_cache(cache)
+    type_error(lambda: manager.allocate_cache(desc(), [1]))
+    manager.allocate_cache(desc(2, [8, 1 << 16]))  # what failed has taken nothing
+
+
 def test_allocation_rules(pooled: Any) -> None:
     assert status_of(lambda: pooled.allocate_cache(desc(0))) == INVALID
     assert status_of(lambda: pooled.allocate_cache(desc(placement=Placement.HOST))) == INVALID

@@ -394,3 +394,20 @@ def test_a_private_cache_is_for_remote_mode_alone(linked: tuple[Side, Peer]) -> 
     mine = here.register(SHAPE, remote_accessible=False)
     here.pull_cache(("request", THERE, 1), mine)
     assert here.tensors(mine)[0][0].any()
+
+
+@pytest.mark.slow
+def test_many_threads_of_both_sides_do_everything_at_once(
+    start_here: Callable[..., Side], start_there: Callable[..., Peer], transports: dict[str, Any]
+) -> None:
+    how = {"enable_remote_cache_accessible": True, **transports}
+    here, there = start_here(**how), start_there(**how)
+    assert here.link(THERE, there.call("where"))[0] == SUCCESS
+    threads = 8
+    far_rows = there.call("register", [threads, 128], 2)
+    there.call("register", [threads, 128], 2, blocks=True, model=5)
+    my_rows = here.register([threads, 128], 2)
+    here.register([threads, 128], 2, blocks=True, model=5)
+    theirs = there.call_later("do_everything", HERE, 5, my_rows, threads, 40)
+    assert here.do_everything(THERE, 5, far_rows, threads, 40) == []
+    assert theirs.result(60) == []

@@ -5,7 +5,9 @@ The half of ``CacheManager`` that puts memory under a name; the other half moves
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import kvferry
@@ -14,9 +16,35 @@ from llm_datadist.cache import Cache, CacheDesc, MemInfo
 from llm_datadist.engine import Engine, translated
 from llm_datadist.enums import Placement
 from llm_datadist.keys import NO_ID, BlocksCacheKey, CacheKey
-from llm_datadist.rules.options import EngineOptions
+from llm_datadist.rules.options import EngineOptions, Pool
 from llm_datadist.status import LLMStatusCode, failure, raise_if_false
 from llm_datadist.utils.utils import check_int64, check_isinstance
+
+
+class _Share:
+    """What one placement may take of the node's pool, and has taken; bytes in whole pages of each tensor."""
+
+    def __init__(self, pool: Pool) -> None:
+        self._size_bytes, self._page_bytes = pool.size_bytes, 1 << pool.page_shift
+        self._taken: dict[int, int] = {}  # by cache
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def taking(self, function: str, tensors: int, tensor_bytes: int) -> Iterator[list[int]]:
+        """The caller appends the id of the cache that it has made; nothing is taken if it does not."""
+        wanted = tensors * (-(-tensor_bytes // self._page_bytes) * self._page_bytes)
+        with self._lock:
+            left = self._size_bytes - sum(self._taken.values())
+            if wanted > left:
+                sentence = f"the pool has {left} of {self._size_bytes} bytes left, {wanted} are wanted"
+                raise failure(LLMStatusCode.LLM_OUT_OF_MEMORY, function, sentence)
+            made: list[int] = []
+            yield made
+            self._taken |= dict.fromkeys(made, wanted)
+
+    def give_back(self, cache_id: int) -> None:
+        with self._lock:
+            self._taken.pop(cache_id, None)
 
 
 class CacheTable:
@@ -24,7 +52,9 @@ class CacheTable:
         self._options = options
         self._engine = engine
         self._caches: dict[int, kvferry.Cache] = {}
-        self._allocated: set[int] = set()
+        self._allocated: dict[int, _Share] = {}
+        pools = {Placement.DEVICE: options.device_pool, Placement.HOST: options.host_pool}
+        self._shares = {placement: _Share(pool) for placement, pool in pools.items() if pool is not None}
         self._private: set[int] = set()  # ids that remote mode must not move
         self._blocks_keys: dict[int, kvferry.BlocksKey] = {}
         self._is_call_linked = False
@@ -135,24 +165,28 @@ class CacheTable:
         check_isinstance("cache_desc", cache_desc, CacheDesc)
         raise_if_false(cache_desc.num_tensors > 0, "num_tensors must be over 0")
         on_host = cache_desc.placement == Placement.HOST
-        pool = self._options.host_pool if on_host else self._options.device_pool
-        raise_if_false(pool is not None, "{} is not configured", "host_mem_pool_cfg" if on_host else "mem_pool_cfg")
+        share = self._shares.get(cache_desc.placement)
+        raise_if_false(share is not None, "{} is not configured", "host_mem_pool_cfg" if on_host else "mem_pool_cfg")
+        assert share is not None
+        function = "allocate_blocks_cache" if is_blocks else "allocate_cache"
         unit_bytes, count = arguments.geometry(cache_desc)
         try:
-            ours = self._engine.node.allocate(
-                "",
-                tensors=cache_desc.num_tensors,
-                shape=(count, unit_bytes),
-                dtype="uint8",
-                layout="blocks" if is_blocks else "rows",
-                keys=keys,
-                keys_end_by="never" if self._options.remote else "row",
-            )
+            with share.taking(function, cache_desc.num_tensors, unit_bytes * count) as made:
+                ours = self._engine.node.allocate(
+                    "",
+                    tensors=cache_desc.num_tensors,
+                    shape=(count, unit_bytes),
+                    dtype="uint8",
+                    layout="blocks" if is_blocks else "rows",
+                    keys=keys,
+                    keys_end_by="never" if self._options.remote else "row",
+                )
+                made.append(ours.id)
         except kvferry.KvferryError as error:
-            raise translated(error, "allocate_blocks_cache" if is_blocks else "allocate_cache", "register") from error
+            raise translated(error, function, "register") from error
         if is_blocks:
             cache_desc._is_blocks = True
-        self._allocated.add(ours.id)
+        self._allocated[ours.id] = share
         self._caches[ours.id] = ours
         return Cache(ours.id, cache_desc, list(ours.addresses), self, is_blocks_cache=is_blocks)
 
@@ -189,12 +223,14 @@ class CacheTable:
             raise translated(error, "remove_cache_key", "register") from error
 
     def _needs_a_pool(self, function: str) -> None:
-        if self._options.device_pool is None and self._options.host_pool is None:
+        if not self._shares:
             raise failure(LLMStatusCode.LLM_FEATURE_NOT_ENABLED, function, "no memory pool is configured")
 
     def _forget(self, cache_id: int) -> None:
         self._caches.pop(cache_id, None)
-        self._allocated.discard(cache_id)
+        share = self._allocated.pop(cache_id, None)
+        if share is not None:
+            share.give_back(cache_id)
         self._private.discard(cache_id)
 
     # -- names
