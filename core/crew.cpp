@@ -4,6 +4,9 @@
 #include <sys/eventfd.h>
 #include <unistd.h>
 
+#include <chrono>
+#include <system_error>
+
 #include "operation.hpp"
 #include "thread.hpp"
 
@@ -72,6 +75,29 @@ void Crew::submit_background(std::function<void()> task) {
   const std::lock_guard lock(mutex_);
   background_.push_back(std::move(task));
   work_.notify_one();
+}
+
+bool Crew::run_apart(std::function<void()> task) {
+  const std::lock_guard lock(mutex_);
+  if (apart_ == apart_at_most) return false;
+  try {
+    start_thread("kvferry-apart", [this, task = std::move(task)]() mutable {
+      task();
+      task = nullptr;
+      const std::lock_guard ended(mutex_);
+      --apart_;
+      apart_ended_.notify_all();
+    }).detach();
+  } catch (const std::system_error&) {  // out of threads
+    return false;
+  }
+  ++apart_;
+  return true;
+}
+
+bool Crew::wait_for_apart(const Deadline& until) {
+  std::unique_lock lock(mutex_);
+  return apart_ended_.wait_for(lock, std::chrono::milliseconds(until.left_ms()), [this] { return apart_ == 0; });
 }
 
 bool Crew::wait_while_idle(int fd, short events, const Deadline& until, const std::function<bool()>& wanted) {

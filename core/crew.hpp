@@ -31,6 +31,10 @@ class Crew {
   unsigned ask_for_help(const std::shared_ptr<Operation>& operation, unsigned hands);
   void disturb() noexcept;  // whoever waits for an adopted socket looks for other work
   void submit_background(std::function<void()> task);  // when nothing else is to be done
+  // On a thread of its own, which the kernel may hold. False: there are too many of them.
+  bool run_apart(std::function<void()> task);
+  bool wait_for_apart(const Deadline& until);  // false: one is still held, and the crew must stay
+  static constexpr unsigned apart_at_most = 64;
   unsigned threads() const noexcept { return threads_wanted_; }
   unsigned helpers() const noexcept { return helpers_; }
   // Waits for the descriptor, for other work, or for the deadline; true if the descriptor has something. `wanted` is asked
@@ -51,6 +55,8 @@ class Crew {
   std::condition_variable work_;
   std::deque<Task> tasks_;
   std::deque<std::function<void()>> background_;
+  unsigned apart_ = 0;
+  std::condition_variable apart_ended_;
   std::atomic<int> adopters_{0};
   Descriptor event_;
   bool stopping_ = false;

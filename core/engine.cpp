@@ -61,6 +61,15 @@ void check_mapped(Cache& cache, bool writable, std::atomic<bool>& known) {
 }  // namespace
 
 void Engine::check_readable(Cache& cache) { check_mapped(cache, false, cache.readable); }
-void Engine::check_writable(Cache& cache) { check_mapped(cache, true, cache.writable); }
+
+void Engine::check_writable(Cache& cache) {
+  check_mapped(cache, true, cache.writable);
+  if (cache.held.load(std::memory_order_relaxed) == 0) return;
+  throw Error({Kind::busy,
+               "the kernel still holds a copy of an earlier operation into " + cache.geometry.label() +
+                   ", which waits for the file or device behind it: nothing else is written there before it has come back",
+               false, true},
+              "", cache.geometry.label(), "");
+}
 
 }  // namespace kvferry

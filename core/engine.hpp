@@ -56,7 +56,6 @@ struct Engine {
   Reactor reactor;
   Crew crew;
   std::atomic<std::uint64_t> last_operation{0};
-  const std::uint32_t generation = process_generation();  // of the process that this node is alive in
 
   Engine(NodeOptions options, unsigned threads, unsigned helpers, std::function<std::int64_t(std::int64_t)> tick);
 

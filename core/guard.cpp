@@ -22,21 +22,25 @@ constexpr std::int64_t first_sleep_ns = 50'000;
 constexpr std::int64_t longest_sleep_ns = 1'000'000;
 
 // Waits for what other threads of this process finish by themselves: a piece in hand, mostly well below a millisecond.
-// Sleeping in growing steps keeps leave() free of any wake-up call, and no wake-up can be missed.
+// Sleeping in growing steps keeps leave() free of any wake-up call, and no wake-up can be missed. What counts as patience
+// is time slept, not time passed: of a process that was stopped the other threads have had no time either.
 template <class Condition>
-void wait_until(Condition&& condition) noexcept {
+bool wait_until(std::int64_t patience_ms, Condition&& condition) noexcept {
   const std::int64_t spin_until = now_ns() + spin_ns;
   while (!condition()) {
     if (now_ns() < spin_until) {
       std::this_thread::yield();
       continue;
     }
+    std::int64_t left = patience_ms * 1'000'000;
     for (std::int64_t sleep = first_sleep_ns; !condition(); sleep = std::min(2 * sleep, longest_sleep_ns)) {
+      if (left <= 0) return false;
       const timespec t{0, static_cast<long>(sleep)};
       nanosleep(&t, nullptr);
+      left -= sleep;
     }
-    return;
   }
+  return true;
 }
 
 // The thread sanitizer does not model fences and says so; they are needed all the same (see end() and PeerPage::alive()).
@@ -90,15 +94,15 @@ Guard GuardTable::open() {
   return {slot, number};
 }
 
-// enter() and end() are a store and a load each, crosswise: enter() writes `inside` and reads the number, end() writes the
-// number and reads `inside`. With all four sequentially consistent, at least one of the two sees the other: either enter()
-// finds the number changed and turns back, or end() finds somebody inside and waits. Anything weaker lets both miss.
 // In a forked child no guard is alive, and nothing that the child ends (its destructors, say) reaches the page, which is
 // the parent's.
 bool GuardTable::known(const Guard& guard) const noexcept {
   return guard.slot < slot_count_ && is_alive_number(guard.number) && generation_ == process_generation();
 }
 
+// enter() and end() are a store and a load each, crosswise: enter() writes `inside` and reads the number, end() writes the
+// number and reads `inside`. With all four sequentially consistent, at least one of the two sees the other: either enter()
+// finds the number changed and turns back, or end() finds somebody inside and waits. Anything weaker lets both miss.
 bool GuardTable::enter(const Guard& guard) noexcept {
   if (!known(guard)) return false;
   std::atomic<std::uint32_t>& inside = private_[guard.slot].inside;
@@ -137,21 +141,24 @@ bool GuardTable::claim(const Guard& guard) noexcept {
   return private_[guard.slot].claimed.compare_exchange_strong(previous, guard.number + 1, std::memory_order_seq_cst);
 }
 
+void GuardTable::unclaim(const Guard& guard) noexcept {
+  private_[guard.slot].claimed.store(guard.number - 1, std::memory_order_seq_cst);
+}
+
 void GuardTable::settle(const Guard& guard) noexcept {
   private_[guard.slot].settled.store(guard.number + 1, std::memory_order_release);
   std::lock_guard lock(free_mutex_);
   free_.push_back(guard.slot);
 }
 
-void GuardTable::end(const Guard& guard) noexcept {
-  if (!change_number(guard)) return;
+bool GuardTable::end(const Guard& guard, std::int64_t patience_ms) noexcept {
+  if (!change_number(guard)) return true;
   Private& slot = private_[guard.slot];
-  if (claim(guard)) {
-    wait_until([&] { return slot.inside.load(std::memory_order_seq_cst) == 0; });
-    settle(guard);
-  } else {
-    wait_until([&] { return slot.settled.load(std::memory_order_acquire) >= guard.number + 1; });
-  }
+  if (!claim(guard))
+    return wait_until(patience_ms, [&] { return slot.settled.load(std::memory_order_acquire) >= guard.number + 1; });
+  const bool empty = wait_until(patience_ms, [&] { return slot.inside.load(std::memory_order_seq_cst) == 0; });
+  empty ? settle(guard) : unclaim(guard);
+  return empty;
 }
 
 void GuardTable::end_without_waiting(const Guard& guard) noexcept { change_number(guard); }

@@ -52,7 +52,10 @@ class GuardTable {
   bool enter(const Guard&) noexcept;         // false: ended, do not touch
   void leave(const Guard&) noexcept;
   bool alive(const Guard&) const noexcept;
-  void end(const Guard&) noexcept;           // any number of times, from any thread that is not inside
+  // Any number of times, from any thread that is not inside. True: nobody is inside and nobody will be. False: after
+  // `patience_ms` of waiting somebody still was, so the kernel holds a copy there; the guard has ended all the same, and
+  // the slot stays taken until a later end() that says true.
+  bool end(const Guard&, std::int64_t patience_ms = patience_ms_normally) noexcept;
   void end_without_waiting(const Guard&) noexcept;  // the number changes; a later end() waits and frees the slot
   bool end_if_idle(const Guard&) noexcept;  // ends; true: settled, slot freed. false: somebody is inside, come again
 
@@ -64,6 +67,8 @@ class GuardTable {
   const ControlPage& page() const noexcept { return *page_; }
   std::uint32_t open_count() const noexcept;
 
+  static constexpr std::int64_t patience_ms_normally = 3000;  // a piece in hand takes less than a millisecond
+
  private:
   bool known(const Guard&) const noexcept;
   struct Private {  // what peers must not see
@@ -73,6 +78,7 @@ class GuardTable {
   };
   bool change_number(const Guard&) noexcept;
   bool claim(const Guard&) noexcept;
+  void unclaim(const Guard&) noexcept;
   void settle(const Guard&) noexcept;
 
   Descriptor fd_;

@@ -121,7 +121,7 @@ std::vector<std::shared_ptr<Link>> NodeInner::links() const {
 
 std::int64_t NodeInner::tick(std::int64_t now) {
   std::int64_t next = engine.registry.end_due_windows(now);
-  for (const auto& operation : engine.timers.due(now, next)) operation->schedule();
+  for (const auto& operation : engine.timers.due(now, next)) operation->timer_came();
   next = std::min(next, run_due(now));
 
   if (now >= next_heartbeat_ns_) {

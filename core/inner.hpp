@@ -49,6 +49,7 @@ class NodeInner : public std::enable_shared_from_this<NodeInner> {
   const hello::Token instance = hello::random_token();
   const hello::Token boot_id = hello::boot_id();
   std::atomic<bool> closed{false};
+  std::mutex closing;  // one close() at a time
   unsigned threads = 0, helpers = 0;
 
   std::mutex listen_mutex;

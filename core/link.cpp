@@ -91,10 +91,11 @@ void LanePool::note_open(const Lane& lane) {
   push_open_ |= lane.use == LaneUse::push;
 }
 
-void LanePool::note_closed(const Lane& lane) {
-  open_.erase(lane.descriptor.get());
+bool LanePool::note_closed(const Lane& lane) {
+  if (open_.erase(lane.descriptor.get()) == 0) return false;
   if (lane.use == LaneUse::small) small_open_ = false;
   if (lane.use == LaneUse::push) push_open_ = false;
+  return true;
 }
 
 void LanePool::give(std::unique_ptr<Lane> lane) {
@@ -111,13 +112,20 @@ void LanePool::give(std::unique_ptr<Lane> lane) {
 }
 
 void LanePool::lost(std::unique_ptr<Lane> lane) {
-  resets_.fetch_add(1, std::memory_order_relaxed);
+  const auto& broken = *lane;
+  replace(broken, std::move(lane));
+}
+
+void LanePool::forget(const Lane& lane) { replace(lane, nullptr); }
+
+void LanePool::replace(const Lane& lane, std::unique_ptr<Lane> to_close) {
   std::vector<std::shared_ptr<Operation>> to_schedule;
   {
     std::unique_lock lock(mutex_);
-    const auto use = lane->use;
-    note_closed(*lane);
-    lane.reset();
+    const auto use = lane.use;
+    if (!note_closed(lane)) return;  // forgotten before
+    resets_.fetch_add(1, std::memory_order_relaxed);
+    to_close.reset();  // its descriptor may be the last one to be had
     if (closed_) return;
     // What took this one may have taken others that lie idle.
     std::erase_if(idle_, [this](const std::unique_ptr<Lane>& one) {

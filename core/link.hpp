@@ -41,6 +41,7 @@ class LanePool {
   std::unique_ptr<Lane> take(LaneUse use, Operation& operation);  // nullptr: it was put in the queue, schedule() follows
   void give(std::unique_ptr<Lane> lane);
   void lost(std::unique_ptr<Lane> lane);  // broken: closed, and opened anew
+  void forget(const Lane& lane);          // lost, but whoever has it cannot give it back yet: opened anew
   void leave(Operation& operation);       // out of the queue; a lane granted meanwhile goes on to the next
   void close();
   unsigned open_lanes() const;
@@ -55,7 +56,8 @@ class LanePool {
   unsigned for_pulls() const noexcept { return static_cast<unsigned>(open_.size()) - (push_open_ ? 1 : 0); }
   bool fits(const Lane& lane, LaneUse use) const noexcept;
   void note_open(const Lane& lane);
-  void note_closed(const Lane& lane);
+  bool note_closed(const Lane& lane);  // false: it was noted before
+  void replace(const Lane& lane, std::unique_ptr<Lane> to_close);
   void leave_queue(Operation& operation);
   void hand_out(std::unique_ptr<Lane> lane, std::vector<std::shared_ptr<Operation>>& to_schedule);
   void open_missing(std::unique_lock<std::mutex>& lock, LaneUse use);

@@ -27,7 +27,12 @@ Node::Node(NodeOptions options) : generation_(process_generation()) {
 }
 
 Node::~Node() {
-  close();
+  try {
+    close();
+  } catch (const Error&) {  // a thread is still inside; it needs what it runs on
+    [[maybe_unused]] auto* leaked = inner_.release();
+    return;
+  }
   if (generation_ != process_generation()) {
     // A forked child: the threads do not exist here and any lock may be held by one of them. Let it all be.
     inner_->engine.reactor.abandon();
@@ -40,20 +45,27 @@ std::uint64_t Node::id() const noexcept { return inner_->engine.options.node_id;
 
 bool Node::closed() const noexcept { return generation_ != process_generation() || inner_->closed.load(); }
 
-void Node::close() {
-  if (closed()) return;
-  if (inner_->closed.exchange(true)) return;
-  auto& node = *inner_;
-  kvferry::stop_listening(node);
+namespace {
+void end_all(NodeInner& node) {
+  stop_listening(node);
   for (const auto& link : node.links()) {
     node.take_down(link, {Kind::closed, "this node was closed", false, true});
     link->wait_until_quiet(Deadline::after_ms(60'000));  // pieces in hand
   }
   node.engine.reactor.stop();
   node.engine.crew.stop();
-  node.engine.registry.close();
   node.engine.log.close();
   node.unix_listener.reset();
+}
+}  // namespace
+
+void Node::close() {
+  if (generation_ != process_generation()) return;
+  auto& node = *inner_;
+  const std::lock_guard one_at_a_time(node.closing);
+  if (!node.closed.exchange(true)) end_all(node);
+  node.engine.registry.close();
+  node.engine.crew.wait_for_apart(Deadline::after_ms(60'000));  // they are inside nothing any more
 }
 
 Engine& Node::engine() {

@@ -38,7 +38,9 @@ class Node {
 
   std::uint64_t id() const noexcept;
   bool closed() const noexcept;
-  void close();  // ends everything, waits for pieces in hand, joins the threads
+  // Ends everything, waits for pieces in hand, joins the threads. Error(busy) where the kernel holds a copy in the memory of
+  // a cache: all else has ended, and close() again says when that memory is free.
+  void close();
 
   Endpoint listen(const std::string& host, std::uint16_t port);
   void stop_listening();

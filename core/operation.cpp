@@ -3,6 +3,7 @@
 #include <poll.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
+#include <sys/socket.h>
 #include <unistd.h>
 
 #include <chrono>
@@ -10,11 +11,13 @@
 #include "engine.hpp"
 #include "interrupt.hpp"
 #include "link.hpp"
+#include "sentence.hpp"
 
 namespace kvferry {
 
 namespace {
 constexpr std::int64_t slow_ns = 1'000'000'000;  // worth a line in the log
+constexpr std::int64_t watch_ns = 50'000'000;    // between two looks at an operation that the kernel may hold
 }
 
 Notifier::Notifier() : event_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
@@ -101,11 +104,22 @@ Operation::~Operation() {
 }
 
 Result Operation::run_here() {
+  if (go_apart()) {
+    while (!wait(Deadline::after_ms(Interruptible::sleep_ms(Deadline::after_ms(INT32_MAX)))))
+      if (Interruptible::asked()) cancel();
+    return result_;
+  }
   link_->begin(shared_from_this());
+  drive();
+  return result_;
+}
+
+// To its end, on this thread, which may wait.
+void Operation::drive() {
   for (;;) {
     Need need = guarded_step();
     if (need == Need::readable) link_->spin.until([&] { return (need = guarded_step()) != Need::readable; });
-    if (need == Need::done) return result_;
+    if (need == Need::done) return;
     if (Interruptible::asked_now_and_then()) cancelled_.store(true);
     const auto wait_ms = Interruptible::sleep_ms(deadline_);
     if (need == Need::lane || need == Need::nothing_yet) {
@@ -116,12 +130,13 @@ Result Operation::run_here() {
       again_ = false;
       continue;
     }
-    pollfd p{lane_->descriptor.get(), static_cast<short>(need == Need::readable ? POLLIN : POLLOUT), 0};
+    pollfd p{descriptor(), static_cast<short>(need == Need::readable ? POLLIN : POLLOUT), 0};
     if (::poll(&p, 1, static_cast<int>(wait_ms)) < 0 && Interruptible::asked()) cancelled_.store(true);
   }
 }
 
 void Operation::start() {
+  if (go_apart()) return;
   become_asynchronous();
   schedule();
 }
@@ -129,6 +144,55 @@ void Operation::start() {
 void Operation::start_here() {
   become_asynchronous();
   take_turn(false);
+}
+
+// False: the kernel will not hold it.
+bool Operation::go_apart() {
+  try {
+    if (!may_be_held()) return false;
+  } catch (const Error&) {  // said by the first step
+    return false;
+  }
+  link_->begin(shared_from_this());
+  apart_ = true;
+  engine_.timers.add({now_ns() + watch_ns, number_}, weak_from_this());
+  engine_.reactor.wake_at(now_ns() + watch_ns);
+  if (!engine_.crew.run_apart([self = shared_from_this()] { self->drive(); }))
+    finish({Kind::busy, sentence(Crew::apart_at_most, " operations that read or write memory mapped from files are in flight already"), false, true}, 0,
+           Transport::none);
+  return true;
+}
+
+void Operation::timer_came() {
+  if (!apart_) return schedule();
+  if (finished_.load()) return;
+  if (std::exchange(overdue_, must_stop())) give_up_if_held();
+  const Timers::Key again{now_ns() + watch_ns, number_};
+  engine_.timers.add(again, weak_from_this());
+  engine_.reactor.wake_at(again.at_ns);
+}
+
+// On the control thread, beside the thread that drives it: what that one may be changing is left alone.
+void Operation::give_up_if_held() {
+  auto expected = Where::in_kernel;
+  if (!where_.compare_exchange_strong(expected, Where::given_up, std::memory_order_acq_rel)) return;
+  auto why = stop_reason();
+  why.sentence += ", and the kernel still holds its copy, which waits for the file or device behind the memory";
+  why.touched = true;
+  why.settled = false;
+  given_up();
+  if (lane_) {
+    ::shutdown(lane_->descriptor.get(), SHUT_RDWR);
+    link_->lanes.forget(*lane_);
+  }
+  conclude(std::move(why), 0, Transport::none);
+}
+
+void Operation::back_from_kernel() noexcept {
+  auto expected = Where::in_kernel;
+  if (where_.compare_exchange_strong(expected, Where::here, std::memory_order_acq_rel)) return;
+  wait(Deadline::after_ms(INT32_MAX));  // the control thread is about to have ended it
+  let_go();
 }
 
 // Whoever takes the link down may schedule it as soon as the link knows it.
@@ -242,9 +306,12 @@ Need Operation::guarded_step() {
 }
 
 void Operation::finish(Outcome outcome, std::uint64_t bytes, Transport transport) {
-  if (finished_.load()) return;
-  const auto self = std::move(self_);  // released last
   if (lane_) break_lane();  // a step that ended well has given it back already
+  if (!finished_.load()) conclude(std::move(outcome), bytes, transport);
+}
+
+void Operation::conclude(Outcome outcome, std::uint64_t bytes, Transport transport) {
+  const auto self = std::move(self_);  // released last
   if (outcome.kind == Kind::peer_lost && link_ && !link_->alive()) {
     // Its lane was shut because the link went down: that is the reason to tell.
     auto why = link_->death();
@@ -318,6 +385,27 @@ bool Operation::change_lane() noexcept {
 Outcome Operation::lane_closed() const {
   if (must_stop()) return stop_reason();
   return {Kind::peer_lost, link_->label() + " closed the lane of this " + verb_, touched_, true};
+}
+
+void Operation::set_request(std::vector<std::uint8_t> bytes) {
+  request_ = std::move(bytes);
+  request_sent_ = 0;
+}
+
+Operation::Sent Operation::send_request() {
+  while (!lane_->preface.empty() || request_sent_ < request_.size()) {
+    const bool preface = !lane_->preface.empty();
+    if (!preface && request_sent_ == 0 && !before_request()) return Sent::lost;
+    const long n = send_some(lane_->descriptor.get(),
+                             preface ? std::span<const std::uint8_t>(lane_->preface) : std::span<const std::uint8_t>(request_).subspan(request_sent_));
+    if (n < 0) return Sent::lost;
+    if (n == 0) return Sent::later;
+    if (preface)
+      lane_->preface.erase(lane_->preface.begin(), lane_->preface.begin() + n);
+    else
+      request_sent_ += static_cast<std::size_t>(n);
+  }
+  return Sent::all;
 }
 
 bool Operation::must_stop() const noexcept {

@@ -1,8 +1,10 @@
 // One operation in flight: a pull, a push, or the serving of a peer's request.
 //
-// An operation is a state machine that one thread at a time drives by step(). Two drivers exist: the caller's own thread
-// (run_here, which may wait), and the crew with the control thread (start, where nothing waits on one peer: an operation
-// that needs its socket or a lane is put aside until that comes).
+// An operation is a state machine that one thread at a time drives by step(). Three drivers exist: the caller's own thread
+// (run_here, which may wait), the crew with the control thread (start, where nothing waits on one peer: an operation that
+// needs its socket or a lane is put aside until that comes), and a thread of its own for an operation whose copies the
+// kernel may hold (may_be_held). The last is watched by the control thread, which gives it up when it has to stop and the
+// kernel does not let go of it.
 //
 // States: new -> driven (queued | running | put aside) -> finished. Only finish() ends it, once, after which no byte of a
 // destination is written on its behalf.
@@ -86,6 +88,7 @@ class Operation : public std::enable_shared_from_this<Operation> {
   void start();       // asynchronously, on the crew
   void start_here();  // asynchronously, the first turn on this thread (which may not wait)
   void schedule();    // something it may wait for has come: step again soon (from any thread)
+  void timer_came();  // on the control thread
   virtual void help() {}  // a copy thread lends a hand
 
   bool done() const noexcept { return finished_.load(std::memory_order_acquire); }
@@ -105,6 +108,11 @@ class Operation : public std::enable_shared_from_this<Operation> {
   virtual Need step() = 0;
   virtual void ended() noexcept {}  // once, after the result stands and before anybody hears of it
   virtual bool goes_on_alone() const noexcept { return true; }  // asynchronous, when nobody holds it any more
+  // Whether it reads or writes memory where the kernel may hold a copy for as long as a disk wants. Asked once, before the
+  // first step; may throw what that step would.
+  virtual bool may_be_held() { return false; }
+  virtual void given_up() noexcept {}   // while the kernel holds a copy: on the control thread, before the end is heard of
+  virtual void let_go() noexcept {}     // and has let go of it: on the thread that was held
   virtual void put_aside(Need need);  // until its descriptor is readable or writable: then schedule()
   virtual int descriptor() const noexcept;
   void finish(Outcome outcome, std::uint64_t bytes, Transport transport);
@@ -113,6 +121,13 @@ class Operation : public std::enable_shared_from_this<Operation> {
   bool take_lane(LaneUse use);  // false: return Need::lane
   void give_lane() noexcept;   // whole, for the next one
   void break_lane() noexcept;  // something is left in it: close it
+  // The request on the lane it has taken, behind whatever a lane just dialled sends first. Lost: the peer has closed the lane
+  // before the request had gone out whole.
+  enum class Sent : std::uint8_t { all, later, lost };
+  void set_request(std::vector<std::uint8_t> bytes);
+  bool request_set() const noexcept { return !request_.empty(); }
+  Sent send_request();
+  virtual bool before_request() { return true; }  // just before its first byte; false: lost
   // The peer has closed the lane in use, which may have happened while it lay idle, and says nothing about the link. True:
   // what may be asked (again) may be asked over another lane. False, a few times over or where there is none: lane_closed().
   bool change_lane() noexcept;
@@ -125,16 +140,41 @@ class Operation : public std::enable_shared_from_this<Operation> {
   Engine& engine_;
   std::shared_ptr<Link> link_;
   Deadline deadline_;
+  bool apart() const noexcept { return apart_; }
+
   std::unique_ptr<Lane> lane_;
   bool touched_ = false;  // bytes of the destination may have changed
   mutable std::atomic<bool> cancelled_{false};  // also by must_stop(), when the caller wants to be gone
+
+  // Stands round every system call or access to memory in which the kernel may hold this thread.
+  class InKernel {
+   public:
+    explicit InKernel(Operation& operation) noexcept : operation_(operation) {
+      if (operation_.apart_) operation_.where_.store(Where::in_kernel, std::memory_order_release);
+    }
+    ~InKernel() {
+      if (operation_.apart_) operation_.back_from_kernel();
+    }
+    InKernel(const InKernel&) = delete;
+    InKernel& operator=(const InKernel&) = delete;
+
+   private:
+    Operation& operation_;
+  };
 
  private:
   friend class LanePool;
   friend class Crew;
   class Parked;
 
+  enum class Where : std::uint8_t { here, in_kernel, given_up };
+
   void become_asynchronous();
+  bool go_apart();
+  void drive();
+  void back_from_kernel() noexcept;
+  void give_up_if_held();
+  void conclude(Outcome outcome, std::uint64_t bytes, Transport transport);
   Need guarded_step();
   void step_on_crew() { take_turn(true); }
   void take_turn(bool may_adopt);
@@ -145,7 +185,12 @@ class Operation : public std::enable_shared_from_this<Operation> {
   std::uint64_t number_;
   std::int64_t started_ns_;
   const std::uint32_t generation_ = process_generation();
+  std::vector<std::uint8_t> request_;
+  std::size_t request_sent_ = 0;
   bool asynchronous_ = false;
+  bool apart_ = false;    // a thread of its own drives it; set before that thread exists
+  bool overdue_ = false;  // control thread: had to stop already when the timer came last
+  std::atomic<Where> where_{Where::here};
   std::shared_ptr<Operation> self_;  // of an asynchronous one, until it has ended
   std::mutex mutex_;
   std::condition_variable changed_;

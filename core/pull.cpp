@@ -72,6 +72,10 @@ Outcome Pull::gone() const {
   return {Kind::not_found, ask_.target.label() + " does not exist any more at " + link_->label(), touched_, true};
 }
 
+Outcome Pull::destination_gone() const {
+  return {Kind::not_found, subject() + " was unregistered, or its window closed, while a transfer was writing to it", touched_, true};
+}
+
 unsigned Pull::one_sided() const noexcept { return link_->transports(ask_.transports) & (map_bit | cma_bit); }
 
 Need Pull::step() {
@@ -93,10 +97,7 @@ Need Pull::step() {
         } else if (ask_.resolve_only || ask_.describe_only || one_sided() != 0 ||
                    ask_.moves->form == Moves::Form::row_to_blocks) {
           if (!take_lane(LaneUse::small)) return Need::lane;
-          wire::Writer request(wire::Type::resolve, number());
-          wire::put_target(request, ask_.target);
-          request.put(static_cast<std::uint8_t>(ask_.describe_only));
-          begin_request(std::move(request), Phase::await_geometry);
+          ask_to_resolve(Phase::await_geometry, ask_.describe_only);
         } else {
           auto made = make_destination_plan(ask_.destination.geometry(), *ask_.moves);
           plan_ = std::make_shared<const Plan>(std::move(made.plan));
@@ -106,9 +107,10 @@ Need Pull::step() {
         }
         break;
       case Phase::send:
-        if (!flush(need)) {
-          if (need == Need::done) break;
-          return need;
+        switch (send_request()) {
+          case Sent::later: return Need::writable;
+          case Sent::lost: ask_again(true, need); continue;
+          case Sent::all: break;
         }
         phase_ = after_send_;
         return Need::readable;  // the answer is not there yet
@@ -213,6 +215,7 @@ bool Pull::will_not_wait(std::uint64_t bytes) {
   if (!source_ || source_->consume || source_->geometry.kind != "host") return false;
   if (source_->segments.empty() && source_->file_backed) return false;
   try {
+    if (may_be_held()) return false;
     make_plan_now();
   } catch (const Error&) {  // said by step()
     return true;
@@ -223,27 +226,16 @@ bool Pull::will_not_wait(std::uint64_t bytes) {
 // ---- the conversation
 
 void Pull::begin_request(wire::Writer request, Phase then) {
-  out_ = request.take();
-  out_sent_ = 0;
+  set_request(request.take());
   after_send_ = then;
   phase_ = Phase::send;
 }
 
-bool Pull::flush(Need& need) {
-  while (!lane_->preface.empty() || out_sent_ < out_.size()) {
-    if (!lane_->preface.empty()) {
-      const long n = send_some(lane_->descriptor.get(), lane_->preface);
-      if (n < 0) return ask_again(true, need), false;
-      lane_->preface.erase(lane_->preface.begin(), lane_->preface.begin() + n);
-      if (n == 0) return need = Need::writable, false;
-      continue;
-    }
-    const long n = send_some(lane_->descriptor.get(), std::span(out_).subspan(out_sent_));
-    if (n < 0) return ask_again(true, need), false;
-    if (n == 0) return need = Need::writable, false;
-    out_sent_ += static_cast<std::size_t>(n);
-  }
-  return true;
+void Pull::ask_to_resolve(Phase then, bool to_describe) {
+  wire::Writer request(wire::Type::resolve, number());
+  wire::put_target(request, ask_.target);
+  request.put(static_cast<std::uint8_t>(to_describe));
+  begin_request(std::move(request), then);
 }
 
 bool Pull::await_answer(Frame& frame, Need& need) {
@@ -428,8 +420,7 @@ void Pull::work() noexcept {
 Outcome Pull::copy_piece(PlanCursor piece, std::uint64_t bytes) noexcept {
   if (!source_stands()) return gone();
   const Entered entered(engine_.guards, ask_.destination.guards);
-  if (!entered)
-    return {Kind::not_found, subject() + " was unregistered, or its window closed, while a transfer was writing to it", touched_, true};
+  if (!entered) return destination_gone();
   any_bytes_.store(true, std::memory_order_relaxed);
   return transport_ == Transport::map ? copy_by_map(piece, bytes) : copy_by_cma(piece, bytes);
 }
@@ -549,7 +540,8 @@ void Pull::ask_for_stream() {
   transport_ = Transport::socket;
   cursor_.emplace(*plan_);
   in_.reset();
-  if (plan_->total() <= small_reply_bytes) reply_.resize(plan_->total() + 1024);
+  // What may be held is written by system calls alone, which also answer where its file has become shorter.
+  if (plan_->total() <= small_reply_bytes && !apart()) reply_.resize(plan_->total() + 1024);
   wire::Writer request(wire::Type::pull, number());
   request.put(static_cast<std::uint32_t>(std::min<std::int64_t>(deadline_.left_ms(), UINT32_MAX)));
   wire::put_guards(request, ask_.source && !ask_.mover_owns_destination ? ask_.source->guards : std::vector<Guard>{});
@@ -605,10 +597,7 @@ Need Pull::stream() {
     if (ask_.target.by == Target::By::window) {
       // The last bytes may have lain in the sockets' buffers for long. A success says that the window stood after they
       // had come, as it does for one-sided copies.
-      wire::Writer request(wire::Type::resolve, number());
-      wire::put_target(request, ask_.target);
-      request.put(std::uint8_t{0});
-      begin_request(std::move(request), Phase::confirm);
+      ask_to_resolve(Phase::confirm, false);
       return Need::done;
     }
     give_lane();
@@ -624,32 +613,33 @@ Need Pull::stream() {
 // Bytes of the conversation: from what has been read of a small reply, or from the socket. As receive_some().
 long Pull::receive(std::span<std::uint8_t> into) {
   if (reply_.empty()) return receive_some(lane_->descriptor.get(), into);
-  if (reply_taken_ == reply_have_) {
-    reply_taken_ = reply_have_ = 0;
-    const long n = receive_some(lane_->descriptor.get(), reply_);
-    if (n <= 0) return n;
-    reply_have_ = static_cast<std::size_t>(n);
-  }
+  if (const long n = refill(); n <= 0) return n;
   const auto n = std::min(into.size(), reply_have_ - reply_taken_);
   std::memcpy(into.data(), reply_.data() + reply_taken_, n);
   reply_taken_ += n;
   return static_cast<long>(n);
 }
 
-// Payload of a small reply, on to the destination's spans.
-bool Pull::take_payload(Need& need) {
+// Bytes of a small reply that are at hand, from the socket if there are none. As receive_some().
+long Pull::refill() {
   if (reply_taken_ == reply_have_) {
     reply_taken_ = reply_have_ = 0;
     const long n = receive_some(lane_->descriptor.get(), reply_);
-    if (n == 0) return need = Need::readable, false;
-    if (n < 0) throw Error(lane_closed());
+    if (n <= 0) return n;
     reply_have_ = static_cast<std::size_t>(n);
   }
+  return static_cast<long>(reply_have_ - reply_taken_);
+}
+
+// Payload of a small reply, on to the destination's spans.
+bool Pull::take_payload(Need& need) {
+  const long n = refill();
+  if (n == 0) return need = Need::readable, false;
+  if (n < 0) throw Error(lane_closed());
   const auto& to = ask_.destination.geometry().tensors;
   Copier* copier = copier_of(ask_.destination.kind);
   const Entered entered(engine_.guards, ask_.destination.guards);
-  if (!entered)
-    throw Error({Kind::not_found, subject() + " was unregistered, or its window closed, while a transfer was writing to it", touched_, true});
+  if (!entered) throw Error(destination_gone());
   touched_ = true;
   while (piece_left_ > 0 && reply_taken_ < reply_have_) {
     const auto span = cursor_->next(std::min<std::uint64_t>(piece_left_, reply_have_ - reply_taken_));
@@ -691,8 +681,8 @@ bool Pull::receive_payload(Need& need) {
   ssize_t got;
   {
     const Entered entered(engine_.guards, ask_.destination.guards);
-    if (!entered)
-      throw Error({Kind::not_found, subject() + " was unregistered, or its window closed, while a transfer was writing to it", touched_, true});
+    if (!entered) throw Error(destination_gone());
+    const InKernel held_perhaps(*this);
     do got = ::recvmsg(lane_->descriptor.get(), &message, MSG_DONTWAIT);
     while (got < 0 && errno == EINTR);
     if (got > 0) touched_ = true;
@@ -715,6 +705,24 @@ bool Pull::receive_payload(Need& need) {
   piece_left_ -= payload;
   while (payload > 0) payload -= cursor_->next(payload).bytes;
   return true;
+}
+
+bool Pull::may_be_held() {
+  if (ask_.resolve_only) return false;
+  bool held = false;
+  for (const auto& cache : ask_.destination.caches) {
+    engine_.check_writable(*cache);
+    held |= cache->file_backed.load();
+  }
+  return held;
+}
+
+void Pull::given_up() noexcept {
+  for (const auto& cache : ask_.destination.caches) cache->held.fetch_add(1);
+}
+
+void Pull::let_go() noexcept {
+  for (const auto& cache : ask_.destination.caches) cache->held.fetch_sub(1);
 }
 
 void Pull::ended() noexcept {

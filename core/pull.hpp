@@ -49,13 +49,15 @@ class Pull : public Operation {
  protected:
   Need step() override;
   void ended() noexcept override;
+  bool may_be_held() override;
+  void given_up() noexcept override;
+  void let_go() noexcept override;
 
  private:
   enum class Phase { begin, send, await_geometry, await_segment, plan, copy, ask, stream, confirm, await_consumed };
 
   unsigned one_sided() const noexcept;
   void begin_request(wire::Writer request, Phase then);
-  bool flush(Need& need);                       // the request in out_
   bool await_answer(Frame& frame, Need& need);  // one frame on the lane
   void ask_again(bool harmless, Need& need);
   bool next_missing_segment();
@@ -71,10 +73,13 @@ class Pull : public Operation {
   void ask_for_stream();
   Need stream();
   long receive(std::span<std::uint8_t> into);
+  long refill();
   bool take_payload(Need& need);
   bool receive_payload(Need& need);
   void after_copy();
+  void ask_to_resolve(Phase then, bool to_describe);
   Outcome gone() const;
+  Outcome destination_gone() const;
 
   PullAsk ask_;
   std::shared_ptr<const Source> source_;
@@ -86,8 +91,6 @@ class Pull : public Operation {
   bool small_ = true;
 
   // the conversation on the lane
-  std::vector<std::uint8_t> out_;
-  std::size_t out_sent_ = 0;
   std::optional<FrameBuffer> in_;
   std::uint32_t wanted_segment_ = 0;
 

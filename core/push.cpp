@@ -19,8 +19,7 @@ Push::Push(Engine& engine, std::shared_ptr<Link> link, Deadline deadline, PushAs
     : Operation(engine, std::move(link), deadline, "push"), ask_(std::move(ask)) {}
 
 Push::~Push() {
-  if (guard_.number == 0 || done()) return;  // nothing to end, and the node may be gone
-  if (process_generation() == engine_.generation) engine_.guards.end(guard_);  // the slots are shared with a forked child
+  if (guard_.number != 0 && !done()) engine_.guards.end(guard_);  // of one that is done nothing is left, and its node may be gone
 }
 
 Need Push::step() {
@@ -32,7 +31,7 @@ Need Push::step() {
 Need Push::converse(const Target& target, const TensorRange& source, const TensorRange& destination) {
   if (must_stop()) give_up(stop_reason());
   if (!asked_) {
-    if (out_.empty()) {
+    if (!request_set()) {
       engine_.check_readable(*ask_.source);
       if (!engine_.guards.alive(ask_.source->guard)) throw Error(Kind::not_found, subject() + " does not exist any more");
       if (guard_.number == 0) guard_ = engine_.guards.open();
@@ -49,29 +48,17 @@ Need Push::converse(const Target& target, const TensorRange& source, const Tenso
     request.put(static_cast<std::uint32_t>(check_too_.size())).raw(check_too_.data(), check_too_.size() * sizeof(std::uint64_t));
     if (request.body_bytes() > wire::max_request_bytes)
       throw Error(Kind::invalid_argument, "the block lists of one push are too long; push them in several calls");
-    out_ = request.take();
-    out_sent_ = 0;
+    set_request(request.take());
     asked_ = true;
     in_.emplace(wire::max_control_bytes);
   }
-  while (!lane_->preface.empty() || out_sent_ < out_.size()) {
-    const bool preface = !lane_->preface.empty();
-    const int fd = lane_->descriptor.get();
-    // What is sent over TCP to a peer that has closed seems to go, and might have been carried out: look first.
-    const bool closed = !preface && out_sent_ == 0 && closed_by_peer(fd);
-    if (!closed && !preface && out_sent_ == 0) announce_segments();
-    const auto bytes = preface ? std::span<const std::uint8_t>(lane_->preface) : std::span<const std::uint8_t>(out_).subspan(out_sent_);
-    const long n = closed ? -1 : send_some(fd, bytes);
-    if (n < 0) {  // the request has not gone out whole, so nobody has begun
+  switch (send_request()) {
+    case Sent::later: return Need::writable;
+    case Sent::lost:  // it has not gone out whole, so nobody has begun
       asked_ = false;
       if (!change_lane()) give_up(lane_closed());
       return converse(target, source, destination);
-    }
-    if (n == 0) return Need::writable;
-    if (preface)
-      lane_->preface.erase(lane_->preface.begin(), lane_->preface.begin() + n);
-    else
-      out_sent_ += static_cast<std::size_t>(n);
+    case Sent::all: break;
   }
   Frame frame;
   switch (in_->read(lane_->descriptor.get(), frame)) {
@@ -83,7 +70,7 @@ Need Push::converse(const Target& target, const TensorRange& source, const Tenso
   auto answer = read_ended(frame);
   give_lane();
   asked_ = false;
-  out_.clear();
+  set_request({});
   check_too_.clear();
   touched_ |= answer.outcome.touched || answer.bytes > 0;
   if (!answer.outcome.ok()) throw Error(answer.outcome);
@@ -93,8 +80,10 @@ Need Push::converse(const Target& target, const TensorRange& source, const Tenso
 }
 
 // A receiver on this host maps what the cache lies in; it gets the descriptors ahead of the request, once per link.
-void Push::announce_segments() {
-  if (!link_->peer.page || !ask_.source->geometry.mappable()) return;
+bool Push::before_request() {
+  // What is sent over TCP to a peer that has closed seems to go, and might have been carried out: look first.
+  if (closed_by_peer(lane_->descriptor.get())) return false;
+  if (!link_->peer.page || !ask_.source->geometry.mappable()) return true;
   for (const auto& place : ask_.source->places) {
     if (!link_->announce(place.segment->id())) continue;
     wire::Writer frame(wire::Type::segment_made, number(), wire::flag_descriptor);
@@ -105,8 +94,9 @@ void Push::announce_segments() {
     if (n == static_cast<long>(bytes.size())) continue;
     link_->forget_announcement(place.segment->id());
     if (n > 0) throw Error(Kind::peer_lost, link_->label() + " does not read its lane");
-    return;  // its buffer is full: this push goes by another transport
+    break;  // its buffer is full: this push goes by another transport
   }
+  return true;
 }
 
 void Push::give_up(Outcome why) {

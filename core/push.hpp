@@ -29,7 +29,7 @@ class Push : public Operation {
 
   // One request over a lane and its answer, before the deadline. Done: the receiver has carried it out.
   Need converse(const Target& target, const TensorRange& source, const TensorRange& destination);
-  void announce_segments();
+  bool before_request() override;
   [[noreturn]] void give_up(Outcome why);  // the receiver may still be writing, unless it is known to be dead
 
   PushAsk ask_;
@@ -37,8 +37,6 @@ class Push : public Operation {
   std::vector<std::uint64_t> check_too_;  // addresses that later requests will name: checked with the first
   std::uint64_t bytes_ = 0;
   Transport transport_ = Transport::none;
-  std::vector<std::uint8_t> out_;
-  std::size_t out_sent_ = 0;
   bool asked_ = false;  // the receiver may have begun
   std::optional<FrameBuffer> in_;
 };

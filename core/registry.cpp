@@ -12,7 +12,7 @@ namespace kvferry {
 namespace {
 
 constexpr std::int64_t longest_ttl_ms = std::int64_t{10} * 365 * 24 * 3600 * 1000;
-constexpr std::int64_t revisit_ns = 2'000'000;  // a window whose time is up while somebody is inside with a piece in hand
+constexpr std::int64_t revisit_ns = 20'000'000;  // a window whose time is up while somebody is inside with a piece in hand
 
 std::string hex_of(std::string_view bytes) {
   constexpr char digits[] = "0123456789abcdef";
@@ -22,6 +22,17 @@ std::string hex_of(std::string_view bytes) {
     out += digits[static_cast<unsigned char>(c) & 15];
   }
   return out;
+}
+
+// Where an operation has been given up already there is nothing to wait for.
+std::int64_t patience_ms(const Cache& cache) { return cache.held.load() > 0 ? 0 : GuardTable::patience_ms_normally; }
+
+[[noreturn]] void kernel_holds_a_copy(const Cache& cache, const char* way_out) {
+  throw Error({Kind::busy,
+               sentence("the kernel holds a copy in the memory of ", cache.geometry.label(), ", which waits for the file or device behind it: ",
+                        "the memory must stay as it is; ", way_out, " before it is freed or reused"),
+               true, false},
+              "", cache.geometry.label(), "");
 }
 
 [[noreturn]] void not_found(const Target& target) {
@@ -240,12 +251,13 @@ bool Registry::remove(std::uint64_t cache_id) {
   std::unique_lock lock(mutex_);
   const auto entry = caches_.find(cache_id);
   if (entry == caches_.end()) {
+    // Another call is about to end it, or could not: return no sooner than its memory is free.
     const auto ending = ending_caches_.find(cache_id);
     if (ending == ending_caches_.end()) return false;
-    const Guard guard = ending->second->guard;
+    Taken taken{ending->second, {}};
+    take_ending_windows_locked(taken);
     lock.unlock();
-    guards_.end(guard);  // another call is about to end it: return no sooner than that one may
-    return false;
+    return finish(taken);
   }
   const Taken taken = take_locked(entry);
   lock.unlock();
@@ -347,36 +359,51 @@ void Registry::take_windows_locked(Entry& entry, Taken& taken) {
   for (const std::string& name : std::exchange(entry.windows, {})) {
     taken.windows.push_back(take_window_locked(name, false));
   }
-  for (auto& [name, ending] : ending_windows_) {  // ended by time, but not settled yet
-    if (ending.window->cache != entry.cache || !ending.unattended) continue;
+  take_ending_windows_locked(taken);
+}
+
+void Registry::take_ending_windows_locked(Taken& taken) {
+  for (auto& [name, ending] : ending_windows_) {
+    if (ending.window->cache != taken.cache || !ending.unattended) continue;
     ending.unattended = false;
     taken.windows.push_back(ending.window);
   }
 }
 
-void Registry::finish(const Taken& taken) {
-  for (const auto& window : taken.windows) end_window(*window);
-  if (!taken.cache) return;
-  guards_.end(taken.cache->guard);
-  for (const Place& place : taken.cache->places) pool_->release(place);
+// True: this call gave the memory back. Every number changes before anything is waited for.
+bool Registry::finish(const Taken& taken) {
+  for (const auto& window : taken.windows) guards_.end_without_waiting(window->guard);
+  if (taken.cache) guards_.end_without_waiting(taken.cache->guard);
+  auto patience = taken.cache ? patience_ms(*taken.cache) : GuardTable::patience_ms_normally;
+  for (const auto& window : taken.windows)
+    if (!end_window(*window, patience)) patience = 0;
+  if (!taken.cache) return false;
+  if (!guards_.end(taken.cache->guard, patience)) kernel_holds_a_copy(*taken.cache, "unregister it again");
   std::unique_lock lock(mutex_);
-  ending_caches_.erase(taken.cache->geometry.cache_id);
+  if (ending_caches_.erase(taken.cache->geometry.cache_id) == 0) return false;
+  lock.unlock();
+  for (const Place& place : taken.cache->places) pool_->release(place);
+  return true;
 }
 
 void Registry::close() {
   std::vector<Taken> all;
-  std::vector<Guard> ending;
   {
     std::unique_lock lock(mutex_);
     closed_ = true;
-    for (const auto& [id, cache] : ending_caches_) ending.push_back(cache->guard);
-    for (const auto& [name, window] : ending_windows_) ending.push_back(window.window->guard);
+    for (const auto& [id, cache] : ending_caches_) all.push_back({cache, {}});
+    for (Taken& taken : all) take_ending_windows_locked(taken);
     while (!caches_.empty()) all.push_back(take_locked(caches_.begin()));
   }
-  for (const Taken& taken : all) finish(taken);
-  for (const Guard& guard : ending) guards_.end(guard);
-  std::unique_lock lock(mutex_);
-  std::erase_if(ending_windows_, [](const auto& named) { return named.second.unattended; });
+  std::optional<Error> busy;
+  for (const Taken& taken : all) {
+    try {
+      finish(taken);
+    } catch (const Error& error) {  // the others end all the same
+      busy = error;
+    }
+  }
+  if (busy) throw *busy;
 }
 
 // --- finding ---------------------------------------------------------------------------------------------------------
@@ -532,7 +559,7 @@ bool Registry::close_window(const std::string& name) {
     window = ending->second.window;
   }
   lock.unlock();
-  end_window(*window);
+  if (!end_window(*window, patience_ms(*window->cache))) kernel_holds_a_copy(*window->cache, "close the window again");
   return standing;
 }
 
@@ -563,10 +590,16 @@ std::shared_ptr<Window> Registry::take_window_locked(const std::string& name, bo
   return window;
 }
 
-void Registry::end_window(const Window& window) {
-  guards_.end(window.guard);
+bool Registry::end_window(const Window& window, std::int64_t patience_ms) {
+  const bool settled = guards_.end(window.guard, patience_ms);
   std::unique_lock lock(mutex_);
-  ending_windows_.erase(window.name);
+  const auto ending = ending_windows_.find(window.name);
+  if (ending == ending_windows_.end()) return true;  // another call has seen its end
+  if (settled)
+    ending_windows_.erase(ending);
+  else
+    ending->second.unattended = true;
+  return settled;
 }
 
 }  // namespace kvferry

@@ -61,7 +61,10 @@ struct Cache {
   std::vector<Place> places;  // allocated caches: what to give back
   // Whether the whole range was found mapped with the needed right, once, at first use (range_mapped).
   std::atomic<bool> readable{false}, writable{false};
-  std::atomic<bool> file_backed{false};  // then never offered to cma: a fault there could hold the kernel's copy
+  // A mapping of a file: a fault there takes as long as its disk wants, with the copy in the kernel's hands. Never copied
+  // one-sided; found at first use too.
+  std::atomic<bool> file_backed{false};
+  std::atomic<unsigned> held{0};  // operations given up while the kernel still held their copy into it
 };
 
 struct Window {
@@ -99,7 +102,9 @@ class Registry {
   // pool Error(unsupported).
   std::shared_ptr<Cache> allocate(std::string name, Layout layout, std::uint32_t tensors, std::uint64_t unit_bytes,
                                   std::uint64_t count, const std::vector<std::optional<Key>>& keys, KeyUse use = KeyUse::by_key);
-  bool remove(std::uint64_t cache_id);      // unregister: false for unknown. Waits for whoever is inside
+  // Unregisters. False for unknown. Waits for whoever is inside; Error(busy) where the kernel holds a copy there: the cache
+  // has ended for everybody, and remove() again says when its memory is free.
+  bool remove(std::uint64_t cache_id);
   bool deallocate(std::uint64_t cache_id);  // an allocated cache; bound request keys keep it alive
   bool remove_key(const Key& key);          // of an allocated cache; for others false and nothing happens
   // A pull of tensors [first, first + count) of `cache` by request key or by row succeeded: consumes the key if it is to be
@@ -124,13 +129,14 @@ class Registry {
   std::shared_ptr<Window> open_window(std::uint64_t cache_id, const std::int64_t* units, std::size_t n, Access access,
                                       std::int64_t ttl_ms);
   // Waits for whoever is inside. False if it had ended before (by time, by its cache, by another call) or never was.
+  // Error(busy) as remove().
   bool close_window(const std::string& name);
   std::int64_t end_due_windows(std::int64_t now_ns);  // ends those whose time is up; returns when the next is due (or INT64_MAX)
 
   std::vector<std::uint64_t> cache_ids() const;
   std::size_t window_count() const;
   std::vector<std::shared_ptr<Segment>> segments() const;
-  void close();  // ends everything, waits, gives memory back
+  void close();  // ends everything, waits, gives memory back; Error(busy) as remove(): then to be called again
 
   // Called (outside the lock) when a window was opened whose end is nearer than any other's, so that somebody wakes up.
   std::function<void()> window_opened;
@@ -157,7 +163,7 @@ class Registry {
   };
   struct Ending {  // a window that is out of the table while somebody may still be inside
     std::shared_ptr<Window> window;
-    bool unattended = false;  // ended by time: nobody waits for it, end_due_windows() comes back to it
+    bool unattended = false;  // nobody waits for it (it ended by time, or was held): end_due_windows() comes back to it
   };
   // What has been taken out of the tables under the lock and is ended after it.
   struct Taken {
@@ -173,11 +179,12 @@ class Registry {
   void unindex_tensors_locked(const Cache& cache);
   std::shared_ptr<Window> take_window_locked(const std::string& name, bool unattended);
   void take_windows_locked(Entry& entry, Taken& taken);
+  void take_ending_windows_locked(Taken& taken);  // those of its cache that nobody waits for
   Taken take_locked(std::map<std::uint64_t, Entry>::iterator entry);
   void unname_locked(Entry& entry);
   Taken unbind_locked(std::map<Key, Bound>::iterator bound);
-  void finish(const Taken& taken);
-  void end_window(const Window& window);
+  bool finish(const Taken& taken);
+  bool end_window(const Window& window, std::int64_t patience_ms);  // false: the kernel holds a copy through it
   Resolved resolve_window_locked(const Target& target, Access access) const;
   void check_open_locked() const;
 

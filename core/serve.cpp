@@ -36,6 +36,7 @@ class Send : public Operation {
   }
 
   std::string subject() const override { return resolved_.cache->geometry.label(); }
+  bool may_be_held() override { return resolved_.cache->file_backed.load(); }
   std::uint64_t total() const noexcept { return plan_.total(); }
 
  protected:
@@ -126,9 +127,13 @@ class Send : public Operation {
     message.msg_iov = iov;
     message.msg_iovlen = n;
     ssize_t sent;
-    do sent = ::sendmsg(descriptor(), &message, MSG_DONTWAIT | MSG_NOSIGNAL);
-    while (sent < 0 && errno == EINTR);
-    const int error = errno;
+    int error;
+    {
+      const InKernel held_perhaps(*this);
+      do sent = ::sendmsg(descriptor(), &message, MSG_DONTWAIT | MSG_NOSIGNAL);
+      while (sent < 0 && errno == EINTR);
+      error = errno;
+    }
     entered.reset();
     if (sent < 0) {
       if (error == EAGAIN || error == EWOULDBLOCK) return false;
@@ -441,7 +446,7 @@ void ServerLane::on_pull(const Frame& frame) {
     if (!engine_.guards.alive(guard)) throw Error(Kind::not_found, target.label() + " or the push it belongs to does not exist any more");
   const auto operation = std::make_shared<Send>(engine_, shared_from_this(), link_, Deadline::after_ms(left_ms), frame.header.operation,
                                                 std::move(resolved), std::move(guards), std::move(plan));
-  run(operation, operation->total() <= send_inline_bytes);
+  run(operation, operation->total() <= send_inline_bytes && !operation->may_be_held());
 }
 
 void ServerLane::on_push(const Frame& frame) {

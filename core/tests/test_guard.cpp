@@ -67,6 +67,18 @@ static void an_end_without_waiting_is_finished_by_the_next() {
   CHECK(table.end_if_idle(next) && table.open_count() == 0);
 }
 
+static void patience_ends_and_the_guard_with_it() {
+  GuardTable table(1);
+  const Guard guard = table.open();
+  CHECK(table.enter(guard));
+  CHECK(!table.end(guard, 20));
+  CHECK(!table.alive(guard) && !table.enter(guard) && table.open_count() == 1);
+  CHECK(!table.end(guard, 0));
+  table.leave(guard);
+  CHECK(table.end(guard, 0) && table.open_count() == 0);
+  CHECK(table.end(guard, 0));
+}
+
 static void end_waits_for_whoever_is_inside() {
   GuardTable table(1);
   const Guard guard = table.open();
@@ -115,7 +127,12 @@ static void nobody_is_inside_after_the_end() {
     }
     while (running < 2) std::this_thread::yield();
     for (int t = 0; t < 2; ++t) {
-      threads.emplace_back([&, t] { t == 0 ? table.end(guard) : table.end_without_waiting(guard); });
+      threads.emplace_back([&, t] {
+        if (t == 0)
+          CHECK(table.end(guard));
+        else
+          table.end_without_waiting(guard);
+      });
     }
     table.end(guard);
     value = 0;
@@ -204,6 +221,7 @@ int main() {
   no_number_stands_twice();
   what_was_never_a_guard_is_not_alive();
   an_end_without_waiting_is_finished_by_the_next();
+  patience_ends_and_the_guard_with_it();
   end_waits_for_whoever_is_inside();
   nobody_is_inside_after_the_end();
   several_guards_are_entered_all_or_none();

@@ -12,7 +12,7 @@ from weakref import WeakValueDictionary, finalize
 from kvferry import _core, log, moves
 from kvferry.arrays import Memory, element, recognise_group
 from kvferry.cache import Cache, own_id
-from kvferry.errors import InvalidArgument
+from kvferry.errors import Busy, InvalidArgument
 from kvferry.holdings import Holdings, Keys
 from kvferry.link import Link
 from kvferry.moves import BlockMap, Units
@@ -217,7 +217,8 @@ class Node:
         When this returns nobody's bytes move under it, its peers' reads that were under way fail, and its memory may be
         freed or used for something else.
 
-        :raises Busy: the kernel itself holds a copy; the memory must stay.
+        :raises Busy: the kernel itself holds a copy there, which waits for the file behind the memory. The cache has ended for
+            everybody, but its memory must stay as it is; unregister it again to hear when it is free.
         """
         return self._holdings.unregister(cache)
 
@@ -299,7 +300,11 @@ class Node:
     def close(self) -> None:
         """Ends its links and caches. When this returns its threads have ended and nothing is read or written any more.
 
-        It waits for no peer, only for the pieces in hand; Ctrl-C is heard after that."""
+        It waits for no peer, only for the pieces in hand; Ctrl-C is heard after that.
+
+        :raises Busy: the kernel itself holds a copy in the memory of a cache, which must stay; all else has ended. Close it
+            again to hear when that memory is free.
+        """
         self._core.close()
         self._end()
         self._holdings.caches.clear()
@@ -322,9 +327,15 @@ class Node:
         return link
 
 
+_held: list[tuple[_core.Node, dict[int, tuple[Memory, ...]]]] = []
+
+
 def _end(core: _core.Node, memories: dict[int, tuple[Memory, ...]], logging_thread: threading.Thread) -> None:
     """Closes the core before the memory that it may be reading goes, and before the interpreter does."""
-    core.close()
+    try:
+        core.close()
+    except Busy:
+        _held.append((core, memories.copy()))  # the kernel may write there yet: kept while the process lives
     if logging_thread is not threading.current_thread():
         logging_thread.join(_LOG_ENDS_S)
     memories.clear()
