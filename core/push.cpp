@@ -19,7 +19,7 @@ Push::Push(Engine& engine, std::shared_ptr<Link> link, Deadline deadline, PushAs
     : Operation(engine, std::move(link), deadline, "push"), ask_(std::move(ask)) {}
 
 Push::~Push() {
-  if (guard_.number != 0 && !done()) engine_.guards.end(guard_);  // of one that is done nothing is left, and its node may be gone
+  if (guard_.number != 0 && !done()) end_guard();  // of one that is done nothing is left, and its node may be gone
 }
 
 Need Push::step() {
@@ -100,7 +100,7 @@ bool Push::before_request() {
 }
 
 void Push::give_up(Outcome why) {
-  engine_.guards.end(guard_);  // nothing is read on its behalf any more
+  end_guard();
   if (asked_) {
     why.touched = true;
     // A dead process writes nothing; of any other nothing is known until its own deadline has passed.
@@ -111,8 +111,14 @@ void Push::give_up(Outcome why) {
   throw Error(std::move(why));
 }
 
+// Nothing is read on its behalf any more when this returns, unless the kernel holds that copy, from a file: then it is out of
+// order, the lane that it goes to is closed, and the cache's own guard says Busy.
+void Push::end_guard() noexcept {
+  engine_.guards.end(guard_, ask_.source->file_backed.load() ? 0 : GuardTable::patience_ms_normally);
+}
+
 void Push::ended() noexcept {
-  engine_.guards.end(guard_);
+  end_guard();
   auto& count = result().outcome.ok() ? link_->pushes : link_->failures;
   count.fetch_add(1, std::memory_order_relaxed);
   link_->bytes_pushed.fetch_add(result().bytes, std::memory_order_relaxed);

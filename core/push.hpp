@@ -30,6 +30,7 @@ class Push : public Operation {
   // One request over a lane and its answer, before the deadline. Done: the receiver has carried it out.
   Need converse(const Target& target, const TensorRange& source, const TensorRange& destination);
   bool before_request() override;
+  void end_guard() noexcept;
   [[noreturn]] void give_up(Outcome why);  // the receiver may still be writing, unless it is known to be dead
 
   PushAsk ask_;
