@@ -20,7 +20,7 @@ DEADLINE_MS = 300
 SIZES = {"small": 4096, "large": 64 << 10}  # of a block; 64 blocks are a small reply, or one on a lane of its own
 
 
-@pytest.fixture(params=SIZES)
+@pytest.fixture(params=["small", pytest.param("large", marks=pytest.mark.slow)])
 def block_bytes(request: pytest.FixtureRequest) -> int:
     return SIZES[request.param]
 
@@ -47,7 +47,9 @@ def given_up(call: Any, deadline_ms: int = DEADLINE_MS) -> kvferry.DeadlineExcee
     return caught.value
 
 
-@pytest.mark.parametrize("how", ["waiting", "future", "await"])
+@pytest.mark.parametrize(
+    "how", ["waiting", pytest.param("future", marks=pytest.mark.slow), pytest.param("await", marks=pytest.mark.slow)]
+)
 def test_a_pull_whose_destination_is_held_ends_at_its_deadline(
     peers: Peers, held: Any, block_bytes: int, how: str
 ) -> None:
@@ -106,6 +108,7 @@ def unregistered(cache: Any) -> bool:
         return False
 
 
+@pytest.mark.slow
 def test_once_the_copy_has_come_back_the_memory_is_written_again(peers: Peers, held: Any, block_bytes: int) -> None:
     peer = peers(SIDE, block_bytes)
     memory = held((64, block_bytes))
@@ -129,6 +132,7 @@ def test_once_the_copy_has_come_back_the_memory_is_written_again(peers: Peers, h
         assert mine.unregister()
 
 
+@pytest.mark.slow
 def test_a_push_whose_destination_is_held_ends_at_its_deadline(peers: Peers, block_bytes: int) -> None:
     peer = peers(SIDE, block_bytes)
     with kvferry.Node() as node, node.link(peer.call("address")) as link:
@@ -155,6 +159,7 @@ def test_a_push_whose_destination_is_held_ends_at_its_deadline(peers: Peers, blo
         assert peer.call("bytes_of_held") == b"\x09" * (64 * block_bytes)
 
 
+@pytest.mark.slow
 def test_a_pull_from_memory_that_is_held_costs_the_deadline_and_no_other_transfer_anything(
     peers: Peers, block_bytes: int
 ) -> None:
@@ -177,6 +182,7 @@ def test_a_pull_from_memory_that_is_held_costs_the_deadline_and_no_other_transfe
             link.pull("held", into=mine, timeout_ms=5000)
 
 
+@pytest.mark.slow
 def test_a_push_from_memory_that_is_held_ends_at_its_deadline(peers: Peers, held: Any, block_bytes: int) -> None:
     peer = peers(SIDE, block_bytes)
     memory = held((64, block_bytes))
@@ -193,6 +199,7 @@ def test_a_push_from_memory_that_is_held_ends_at_its_deadline(peers: Peers, held
         until(lambda: unregistered(mine), "the copy came back")
 
 
+@pytest.mark.slow
 def test_a_window_and_a_node_over_held_memory_say_busy_until_it_is_free(
     peers: Peers, held: Any, block_bytes: int
 ) -> None:
