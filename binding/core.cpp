@@ -103,6 +103,11 @@ std::int64_t checked_timeout(std::int64_t timeout_ms) {
 
 Deadline deadline_of(std::int64_t timeout_ms) { return Deadline::after_ms(checked_timeout(timeout_ms)); }
 
+[[noreturn]] void refuse_unit(Py_ssize_t place, const std::string& what) {
+  PyErr_Clear();
+  throw Error(Kind::invalid_argument, "number " + std::to_string(place) + " of the list is " + what + ": blocks, rows and layers are whole numbers");
+}
+
 // Unit numbers from a list, a tuple, or an array of any integer type.
 std::vector<std::int64_t> units_of(nb::handle object) {
   std::vector<std::int64_t> units;
@@ -113,12 +118,13 @@ std::vector<std::int64_t> units_of(nb::handle object) {
     const Py_ssize_t n = is_list ? PyList_GET_SIZE(sequence) : PyTuple_GET_SIZE(sequence);
     for (Py_ssize_t i = 0; i < n; ++i) {
       PyObject* item = is_list ? PyList_GET_ITEM(sequence, i) : PyTuple_GET_ITEM(sequence, i);
-      PyObject* index = PyNumber_Index(item);
-      if (index == nullptr) throw nb::python_error();
+      PyObject* index = PyBool_Check(item) ? nullptr : PyNumber_Index(item);
+      if (index == nullptr) refuse_unit(i, std::string("of type ") + Py_TYPE(item)->tp_name);
       int overflow = 0;
       const auto value = PyLong_AsLongLongAndOverflow(index, &overflow);
       Py_DECREF(index);
-      units.push_back(overflow != 0 ? -1 : value);
+      if (overflow != 0) refuse_unit(i, "far beyond 2**32 - 1");
+      units.push_back(value);
     }
     return units;
   }

@@ -72,6 +72,14 @@ bool covers(const Geometry& geometry, std::uint64_t offset, std::uint64_t bytes)
   return geometry.stride_bytes == geometry.unit_bytes || offset % geometry.stride_bytes + bytes <= geometry.unit_bytes;
 }
 
+// In a window a unit has one place: two would leave open what is read from, or written to, the second.
+void check_listed_once(std::vector<UnitRun> runs) {
+  std::sort(runs.begin(), runs.end(), [](const UnitRun& a, const UnitRun& b) { return a.first < b.first; });
+  for (std::size_t i = 1; i < runs.size(); ++i)
+    if (runs[i].first < std::uint64_t{runs[i - 1].first} + runs[i - 1].count)
+      throw Error(Kind::invalid_argument, sentence("a window lists each block or row once, and this one lists ", runs[i].first, " twice"));
+}
+
 }  // namespace
 
 std::string Target::label() const {
@@ -509,6 +517,7 @@ std::shared_ptr<Window> Registry::open_window(std::uint64_t cache_id, const std:
   auto window = std::make_shared<Window>();
   window->access = access;
   window->units = merge_units(units, n);
+  check_listed_once(window->units);
   bool nearest = false;
   {
     std::unique_lock lock(mutex_);

@@ -13,6 +13,8 @@ import pytest
 import kvferry
 from failure_support import Peers
 
+pytestmark = pytest.mark.quick("nothing_else[link]", "nothing_else[describe]", "nothing_else[unlink]")
+
 LONG_MS = 60_000  # far longer than a test may wait
 SOON_S = 20.0  # on any machine, however busy
 BLOCKS = 4

@@ -207,7 +207,7 @@ def test_a_push_by_addresses_goes_to_the_tensors_that_begin_there(ferry: Any) ->
     ("words", "sentence"),
     [
         ({"blocks": [0, 1]}, "does not say which block goes where"),
-        ({"blocks": ([0.5], [1])}, "no list of numbers"),
+        ({"blocks": ([0.5], [1])}, "is of type float: blocks, rows and layers are whole numbers"),
         ({"blocks": ([0, 1], [2])}, ""),
         ({"blocks": {0: 6}}, ""),
         ({"blocks": {6: 0}}, ""),
@@ -221,7 +221,7 @@ def test_a_push_by_addresses_goes_to_the_tensors_that_begin_there(ferry: Any) ->
         ({"layers": range(0, 4, 2)}, "no range of layers"),
         ({"layers": range(0)}, "no range of layers"),
         ({"layers": [0, 1]}, "no range of layers"),
-        ({"layers": range(1), "tensors_per_layer": 0}, "no positive number"),
+        ({"layers": range(1), "tensors_per_layer": 0}, "tensors_per_layer=0 is not a whole number"),
         ({"layers": range(3)}, ""),
         ({"layers": range(2), "source_layers": range(1)}, ""),
         ({"timeout_ms": None}, "waiting without a deadline"),
@@ -242,7 +242,15 @@ def test_misuse_is_answered_before_the_first_byte(ferry: Any, words: dict[str, A
 
 
 @pytest.mark.parametrize(
-    ("source", "sentence"), [(3.5, "3.5 names no cache"), (-1, "names nothing"), (None, "names no cache")]
+    ("source", "sentence"),
+    [
+        (3.5, "3.5 names no cache"),
+        (True, "True names no cache"),
+        (-1, "id=-1 is not"),
+        (None, "names no cache"),
+        ("", "'' stands for no cache"),
+        (b"", "b'' stands for no window"),
+    ],
 )
 def test_what_names_nothing_is_refused(ferry: Any, source: Any, sentence: str) -> None:
     with pytest.raises(kvferry.InvalidArgument, match=sentence):

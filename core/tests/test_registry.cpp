@@ -267,6 +267,8 @@ static void a_window_stands_in_the_caches_place_until_closed() {
 static void windows_are_checked_when_opened() {
   Table table;
   table.add("kv");
+  CHECK_FAILS(Kind::invalid_argument, "lists 3 twice", table.window(1, {3, 1, 3}));
+  CHECK_FAILS(Kind::invalid_argument, "lists 1 twice", table.window(1, {1, 2, 0, 1}));
   CHECK_FAILS(Kind::not_found, "cache 9", table.window(9, {0}));
   CHECK_FAILS(Kind::invalid_argument, "at least one", table.window(1, {}));
   CHECK_FAILS(Kind::invalid_argument, "block 8 of cache 1 'kv' does not exist: it has 8", table.window(1, {7, 8}));

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.errors import InvalidArgument, Unsupported
+from kvferry.options import shown, text
 
 __all__ = ["Memory", "element", "recognise", "recognise_group", "view", "view_as"]
 
@@ -140,17 +141,17 @@ def element(dtype: object) -> tuple[str, int]:
     (('bfloat16', 2), ('float32', 4))
     """
     is_torch = type(dtype).__module__.partition(".")[0] == "torch"
-    name = str(dtype).removeprefix("torch.") if is_torch or isinstance(dtype, str) else ""
+    name = text("dtype", str(dtype)).removeprefix("torch.") if is_torch or isinstance(dtype, str) else ""
     if name == "bfloat16" or name in _FLOAT8:
         return name, 2 if name == "bfloat16" else 1
     try:
         known: np.dtype[Any] | None = None if dtype is None else np.dtype(name or dtype)  # type: ignore[call-overload]
-    except TypeError:
+    except (TypeError, ValueError):
         known = None
     # Numbers only, in this machine's byte order: objects are pointers, which mean nothing in another process.
     if known is None or known.kind not in "biufc" or not known.isnative:
         raise InvalidArgument(
-            f"{dtype!r} is no element type of tensors; give a name such as 'bfloat16', or a numpy or torch dtype of numbers"
+            f"{shown(dtype)} is no element type of tensors; give a name such as 'bfloat16', or a numpy or torch dtype of numbers"
         )
     return known.name, known.itemsize
 

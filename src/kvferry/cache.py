@@ -14,6 +14,7 @@ import numpy.typing as npt
 from kvferry import arrays
 from kvferry.errors import InvalidArgument, Unsupported
 from kvferry.moves import Units
+from kvferry.options import LARGEST, index, shown
 from kvferry.windows import Window
 
 if TYPE_CHECKING:
@@ -99,7 +100,9 @@ class Cache:
 
         The window ends when it is closed, after ``ttl_ms``, or with its cache. Send its ``name`` along with the request.
 
-        :raises InvalidArgument: a number is not in this cache, or none is listed.
+        The other side may count them by their places in the list, so each is listed once.
+
+        :raises InvalidArgument: a number is not in this cache, is listed twice, or none is listed.
         :raises CacheNotFound: the cache is not registered any more.
         """
         units = blocks if rows is None else rows
@@ -128,18 +131,22 @@ class Cache:
             raise Unsupported(f"cache {self.id} is in memory of kind {self.kind!r}, which this process cannot look at")
         if tensor is None:
             return [make(memory) for memory in self._memories]
-        if not 0 <= tensor < self.tensors:
-            raise InvalidArgument(f"cache {self.id} has no tensor {tensor}; it has {self.tensors}, from 0 on")
-        return make(self._memories[tensor])
+        number = index(tensor)
+        if number is None or not 0 <= number < self.tensors:
+            raise InvalidArgument(f"cache {self.id} has no tensor {shown(tensor)}; it has {self.tensors}, from 0 on")
+        return make(self._memories[number])
 
 
 def own_id(cache: object) -> int:
     """The id of a cache of this node, given as such or as its id."""
     if isinstance(cache, Cache):
         return cache.id
-    if isinstance(cache, int) and not isinstance(cache, bool):
-        return cache
-    raise InvalidArgument(f"{cache!r} is no cache of this node: give what node.register(...) returned, or its id")
+    number = index(cache)
+    if number is None or not 0 <= number <= LARGEST:
+        raise InvalidArgument(
+            f"{shown(cache)} is no cache of this node: give what node.register(...) returned, or its id"
+        )
+    return number
 
 
 def _torch_view(memory: arrays.Memory) -> "torch.Tensor":

@@ -129,5 +129,4 @@ class Holdings:
 def _key_list(keys: Keys) -> list[tuple[str, int, int] | None]:
     if keys is None:
         return []
-    listed = list(keys) if isinstance(keys, Sequence) else [keys]
-    return [None if key is None else key_words(key) for key in listed]
+    return [None if key is None else key_words(key) for key in (keys if isinstance(keys, Sequence) else [keys])]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from kvferry import _core
 from kvferry.errors import InvalidArgument, KvferryError
+from kvferry.options import LARGEST_UNIT, whole
 from kvferry.transfer import Transfer
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ class LayerPush:
 
         :raises InvalidArgument: the layer is not in this push.
         """
+        layer = whole("layer", layer, most=LARGEST_UNIT)
         self._core.layer_ready(layer)
         self._missing.pop(layer, None)
 

@@ -14,7 +14,7 @@ from kvferry.errors import KvferryError, NodeClosed, Unsupported
 from kvferry.layers import LayerPush
 from kvferry.moves import BlockMap, Units
 from kvferry.names import Addresses, FarCache, Targets, is_window, target
-from kvferry.options import checked_timeout, transport_bit
+from kvferry.options import checked_timeout, transport_bit, truth
 from kvferry.records import CacheDescription, LinkStatistics, record
 from kvferry.transfer import Prepared, Transfer
 
@@ -235,7 +235,7 @@ class Link:
             self._targets.of(to),
             what,
             numbers,
-            tensors_per_layer,
+            moves.layer_width(tensors_per_layer),
             there,
             checked_timeout(timeout_ms),
             transport_bit(transport),
@@ -279,7 +279,7 @@ class Link:
         :raises KvferryError: the peer did not answer; the link stays, unless ``force`` is used.
         :raises KeyboardInterrupt: likewise, until the peer answers after all.
         """
-        self._core.unlink(checked_timeout(timeout_ms), force)
+        self._core.unlink(checked_timeout(timeout_ms), truth("force", force))
 
     def close(self) -> None:
         """Ends the link, with the peer's consent if it answers within a second, and without it if not or on Ctrl-C."""

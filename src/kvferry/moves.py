@@ -13,16 +13,19 @@ import numpy.typing as npt
 from kvferry import _core
 from kvferry.errors import InvalidArgument
 from kvferry.names import PrefixKey, RequestKey
+from kvferry.options import LARGEST_UNIT, shown, whole
 
 __all__ = [
     "BlockMap",
     "Units",
     "is_list",
     "layer_numbers",
+    "layer_width",
     "layers_of",
     "move",
     "pull",
     "push",
+    "row_number",
     "tensor_ranges",
     "unit_numbers",
 ]
@@ -48,11 +51,13 @@ def pull(
 ) -> _core.Moves:
     """The moves of a pull from ``source``; arguments as in :meth:`kvferry.Link.pull`."""
     rowless = row is None and source_row is None and row_to_blocks is None and size_bytes is None
-    if rowless and blocks.__class__ is dict and layers is None and source_layers is None:
+    layerless = layers is None and source_layers is None and tensors_per_layer.__class__ is int
+    if rowless and layerless and blocks.__class__ is dict:
         return _paired(
             list(blocks), list(blocks.values()), ALL, ALL, keep_order=False
         )  # the ordinary call, without the detour
     mine, far = tensor_ranges(layers, source_layers, tensors_per_layer, "source_layers")
+    source_row, row = row_number("source_row", source_row), row_number("row", row)
     if source_row is None and isinstance(source, (RequestKey, PrefixKey)):
         source_row = KEY_ROW
     return move(blocks, source_row, row, row_to_blocks, size_bytes, far, mine)
@@ -70,6 +75,7 @@ def push(
 ) -> _core.Moves:
     """The moves of a push; arguments as in :meth:`kvferry.Link.push`."""
     mine, far = tensor_ranges(layers, destination_layers, tensors_per_layer, "destination_layers")
+    row, destination_row = row_number("row", row), row_number("destination_row", destination_row)
     if row is not None and destination_row is None and row_to_blocks is None:
         destination_row = 0
     return move(blocks, row, destination_row, row_to_blocks, size_bytes, mine, far)
@@ -93,6 +99,8 @@ def move(
         raise InvalidArgument(
             "give one of blocks=, a row to go to, and row_to_blocks=; each says where everything goes"
         )
+    if size_bytes is not None:
+        size_bytes = whole("size_bytes", size_bytes, 1, 2**63 - 1)
     if size_bytes is not None and destination_row is None:
         raise InvalidArgument(
             f"size_bytes={size_bytes} is how much of a row to move, and no row is given to move it to"
@@ -115,7 +123,7 @@ def move(
         return _core.Moves.whole(source_tensors=source, destination_tensors=destination)
     if is_list(blocks):
         raise InvalidArgument(
-            f"blocks={_short(blocks)} does not say which block goes where; write blocks={{source: destination, ...}} or "
+            f"blocks={shown(blocks)} does not say which block goes where; write blocks={{source: destination, ...}} or "
             "blocks=(sources, destinations); a plain list goes with a window only"
         )
     pair: Any = (list(blocks), list(blocks.values())) if isinstance(blocks, Mapping) else blocks
@@ -145,7 +153,7 @@ def layers_of(tensors: int, tensors_per_layer: int) -> range:
     >>> layers_of(8, 2)
     range(0, 4)
     """
-    _checked_width(tensors_per_layer)
+    layer_width(tensors_per_layer)
     if tensors % tensors_per_layer:
         raise InvalidArgument(f"{tensors} tensors are no whole layers of tensors_per_layer={tensors_per_layer}")
     return range(tensors // tensors_per_layer)
@@ -153,14 +161,27 @@ def layers_of(tensors: int, tensors_per_layer: int) -> range:
 
 def layer_numbers(layers: Sequence[int]) -> list[int]:
     """``layers`` as a list of whole numbers, in the order given."""
-    return [int(number) for number in unit_numbers(layers)]
+    return [whole("layer", number, most=LARGEST_UNIT) for number in unit_numbers(layers)]
+
+
+def row_number(what: str, row: int | None) -> int | None:
+    """``row`` if it is the number of a row, or None."""
+    return None if row is None else whole(what, row, most=LARGEST_UNIT)
+
+
+def layer_width(tensors_per_layer: int) -> int:
+    """``tensors_per_layer`` if layers can be that wide."""
+    try:
+        return whole("tensors_per_layer", tensors_per_layer, 1, LARGEST_UNIT)
+    except InvalidArgument as error:
+        raise InvalidArgument(f"{error}; it is 2 for K and V, 1 for a joint tensor") from None
 
 
 def tensor_ranges(mine: range | None, far: range | None, width: int, far_word: str) -> tuple[TensorRange, TensorRange]:
     """Tensor ranges (mine, far): ``layers=`` alone is for both sides, the far side's alone leaves all of mine."""
+    width = layer_width(width)
     if mine is None and far is None:
         return ALL, ALL
-    _checked_width(width)
     mine_range = ALL if mine is None else _tensor_range(mine, width, "layers")
     return mine_range, mine_range if far is None else _tensor_range(far, width, far_word)
 
@@ -168,50 +189,40 @@ def tensor_ranges(mine: range | None, far: range | None, width: int, far_word: s
 def _tensor_range(layers: range, width: int, word: str) -> TensorRange:
     if not isinstance(layers, range) or layers.step != 1 or layers.start < 0 or not layers:
         raise InvalidArgument(
-            f"{word}={layers!r} is no range of layers; write range(first, behind_last), as in range(0, 4)"
+            f"{word}={shown(layers)} is no range of layers; write range(first, behind_last), as in range(0, 4)"
         )
+    if layers.stop * width > LARGEST_UNIT:
+        raise InvalidArgument(f"{word}={shown(layers)} goes far beyond what any cache has")
     return layers.start * width, len(layers) * width
-
-
-def _checked_width(width: int) -> None:
-    if not isinstance(width, int) or width < 1:
-        raise InvalidArgument(
-            f"tensors_per_layer={width!r} is no positive number; it is 2 for K and V, 1 for a joint tensor"
-        )
 
 
 def _paired(
     sources: Units, destinations: Units, source: TensorRange, destination: TensorRange, keep_order: bool
 ) -> _core.Moves:
-    # Lists and tuples go to the core as they are, which is quickest for the few blocks of an ordinary call.
     if not (isinstance(sources, (list, tuple)) and isinstance(destinations, (list, tuple))):
         sources, destinations = unit_numbers(sources), unit_numbers(destinations)
-    try:
-        if source is ALL and destination is ALL and not keep_order:
-            return _blocks(sources, destinations)
-        return _blocks(
-            sources, destinations, source_tensors=source, destination_tensors=destination, keep_order=keep_order
-        )
-    except TypeError:
-        unit_numbers(sources), unit_numbers(destinations)  # says which of them is no list of whole numbers
-        raise
+    if source is ALL and destination is ALL and not keep_order:
+        return _blocks(sources, destinations)
+    return _blocks(sources, destinations, source_tensors=source, destination_tensors=destination, keep_order=keep_order)
 
 
-def unit_numbers(units: Units) -> npt.NDArray[np.int64]:
-    """``units`` as the core takes a list of blocks or rows.
+def unit_numbers(units: Units) -> Units:
+    """``units`` as the core takes a list of blocks or rows: lists and tuples, whose numbers it looks at itself, as they are
+    (quickest for the few blocks of an ordinary call), all else as an array.
 
     :raises InvalidArgument: they are no list of whole numbers.
     """
+    if isinstance(units, (list, tuple)):
+        return units
+    if isinstance(units, range) and units and max(units[0], units[-1]) > LARGEST_UNIT:
+        raise InvalidArgument(f"{shown(units)} goes beyond {LARGEST_UNIT}, the last number of a block or row")
     array = np.arange(units.start, units.stop, units.step) if isinstance(units, range) else np.asarray(units)
     if array.size == 0 and array.ndim == 1:
         return np.empty(0, np.int64)
     if array.ndim != 1 or array.dtype.kind not in "iu":
         raise InvalidArgument(
-            f"{_short(units)} is no list of numbers: blocks, rows and layers are whole numbers, in one dimension"
+            f"{shown(units)} is no list of numbers: blocks, rows and layers are whole numbers, in one dimension"
         )
+    if array.dtype == np.uint64 and array.max() > LARGEST_UNIT:  # would come out negative
+        raise InvalidArgument(f"{array.max()} is beyond {LARGEST_UNIT}, the last number of a block or row")
     return np.ascontiguousarray(array, dtype=np.int64)
-
-
-def _short(value: object) -> str:
-    text = " ".join(repr(value).split())
-    return text if len(text) <= 60 else text[:57] + "..."

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from kvferry import _core
 from kvferry.errors import InvalidArgument
+from kvferry.options import index, shown, text, whole, whole_numbers
 from kvferry.windows import Window
 
 __all__ = ["Addresses", "BlocksKey", "PrefixKey", "RequestKey"]
@@ -57,12 +58,12 @@ FarCache = str | int | RequestKey | PrefixKey | BlocksKey | Window | bytes
 def key_words(key: object) -> tuple[str, int, int]:
     """A key as the core takes it."""
     if isinstance(key, RequestKey):
-        return "request", key.request_id, key.model_id
+        return "request", whole("request_id", key.request_id), whole("model_id", key.model_id)
     if isinstance(key, PrefixKey):
-        return "prefix", key.prefix_id, key.model_id
+        return "prefix", whole("prefix_id", key.prefix_id), whole("model_id", key.model_id)
     if isinstance(key, BlocksKey):
-        return "blocks", 0, key.model_id
-    raise InvalidArgument(f"{key!r} is no key; make one with RequestKey(id), PrefixKey(id) or BlocksKey(model)")
+        return "blocks", 0, whole("model_id", key.model_id)
+    raise InvalidArgument(f"{shown(key)} is no key; make one with RequestKey(id), PrefixKey(id) or BlocksKey(model)")
 
 
 class Targets:
@@ -96,35 +97,36 @@ def target(named: object) -> _core.Target:
 
     :raises InvalidArgument: nothing far away can be named like this.
     """
-    try:
-        made = _made(named)
-    except TypeError:  # the core takes ids and addresses from 0 to 2**64 - 1
-        raise InvalidArgument(f"{named!r} names nothing: ids and addresses are from 0 to 2**64 - 1") from None
+    made = _made(named)
     if made is not None:
         return made
     if hasattr(named, "unit_bytes"):
         raise InvalidArgument(
-            f"{named!r} is this node's own; name the far side's by name, id, key or window: link.pull('kv', into=mine)"
+            f"{shown(named)} is this node's own; name the far side's by name, id, key or window: link.pull('kv', into=mine)"
         )
-    raise InvalidArgument(f"{named!r} names no cache; give a name, an id, a key, a window or its name")
+    raise InvalidArgument(f"{shown(named)} names no cache; give a name, an id, a key, a window or its name")
 
 
 def _made(named: object) -> _core.Target | None:
     make = _core.Target
     if isinstance(named, str):
-        return make.by_name(named)
+        if not named:
+            raise InvalidArgument(
+                "the name '' stands for no cache: one that was registered without a name goes by its id"
+            )
+        return make.by_name(text("name", named))
     if isinstance(named, RequestKey):
-        return make.by_request(named.request_id, named.model_id)
+        return make.by_request(*key_words(named)[1:])
     if isinstance(named, BlocksKey):
-        return make.by_blocks_key(named.model_id)
+        return make.by_blocks_key(key_words(named)[2])
     if isinstance(named, bytes):
+        if not named:
+            raise InvalidArgument("the name b'' stands for no window: give window.name as it is")
         return make.by_window(named)
     if isinstance(named, Window):
         return make.by_window(named.name)
     if isinstance(named, PrefixKey):
-        return make.by_prefix(named.prefix_id, named.model_id)
-    if isinstance(named, int) and not isinstance(named, bool):
-        return make.by_id(named)
+        return make.by_prefix(*key_words(named)[1:])
     if isinstance(named, Addresses):
-        return make.by_addresses(named.addresses, named.unit_bytes)
-    return None
+        return make.by_addresses(whole_numbers("addresses", named.addresses), whole("unit_bytes", named.unit_bytes))
+    return None if index(named) is None else make.by_id(whole("id", named))

@@ -21,6 +21,8 @@ from kvferry.options import (
     ACCESSES,
     ATTACH,
     KEY_USES,
+    LARGEST_UNIT,
+    LONGEST_MS,
     PoolOptions,
     checked_timeout,
     format_address,
@@ -29,7 +31,11 @@ from kvferry.options import (
     pool_options,
     random_node_id,
     secret_bytes,
+    text,
     transport_bits,
+    truth,
+    whole,
+    whole_numbers,
 )
 from kvferry.records import NodeStatistics, record
 from kvferry.windows import Window
@@ -80,16 +86,17 @@ class Node:
         program: str = "",
     ) -> None:
         where = None if listen is None else parse_address(listen)
+        room = None if pool is None else pool_options(pool)
         core = _core.Node(
-            node_id=random_node_id() if node_id is None else node_id,
+            node_id=random_node_id() if node_id is None else whole("node_id", node_id),
             secret=secret_bytes(secret),
             transports=transport_bits(transports),
-            copy_threads=copy_threads,
-            lanes=lanes,
-            heartbeat_ms=heartbeat_ms,
-            heartbeat_timeout_ms=heartbeat_timeout_ms,
+            copy_threads=whole("copy_threads", copy_threads, most=LARGEST_UNIT),
+            lanes=whole("lanes", lanes, most=LARGEST_UNIT),
+            heartbeat_ms=whole("heartbeat_ms", heartbeat_ms, most=LONGEST_MS),
+            heartbeat_timeout_ms=whole("heartbeat_timeout_ms", heartbeat_timeout_ms, most=LONGEST_MS),
             attach_any=bool(one_of("attach", attach, ATTACH)),
-            program=program,
+            program=text("program", program),
         )
         self._core = core
         self._address: str | None = None
@@ -98,10 +105,9 @@ class Node:
         # What is registered must outlive the core's use of it, also when this object is dropped without being closed.
         self._end = finalize(self, _end, core, self._holdings.memories, log.start(core))
         try:
-            if pool is not None:
-                options = pool_options(pool)
+            if room is not None:
                 core.create_pool(
-                    size_bytes=options.size_bytes, page_shift=options.page_shift, segment_bytes=options.segment_bytes
+                    size_bytes=room.size_bytes, page_shift=room.page_shift, segment_bytes=room.segment_bytes
                 )
             if where is not None:
                 self._address = format_address(*core.listen(*where))
@@ -153,6 +159,7 @@ class Node:
         :raises Unsupported: an array is not in host memory. :raises AlreadyExists: the name is taken.
         :raises InvalidArgument: no array, read-only, units not contiguous, or tensors that differ.
         """
+        name = text("name", name)
         return self._holdings.register(self, name, layout, "host", recognise_group(tensors, name), keys)
 
     def register_addresses(
@@ -176,12 +183,15 @@ class Node:
 
         :raises Unsupported: this build moves no memory of that ``kind``.
         """
-        memories = [Memory.plain(address, (count, unit_bytes), "uint8", 1, stride_bytes) for address in addresses]
+        name, kind = text("name", name), text("kind", kind)
+        shape = whole("count", count), whole("unit_bytes", unit_bytes)
+        stride = None if stride_bytes is None else whole("stride_bytes", stride_bytes)
+        memories = [Memory.plain(at, shape, "uint8", 1, stride) for at in whole_numbers("addresses", addresses)]
         if not memories:
             raise InvalidArgument(
                 f"cache {name!r}: a cache needs at least one address", cache=name, operation="register"
             )
-        return self._holdings.register(self, name, layout, kind, memories, keys, reachable)
+        return self._holdings.register(self, name, layout, kind, memories, keys, truth("reachable", reachable))
 
     def allocate(
         self,
@@ -204,12 +214,14 @@ class Node:
         :raises InvalidArgument: a key is bound already, or there are more keys than rows.
         """
         dtype_name, itemsize = element(dtype)
-        sizes = tuple(int(length) for length in shape)
+        sizes = tuple(whole_numbers("shape", shape))
         if not sizes:
             raise InvalidArgument("shape=() has no dim 0, which counts the blocks or rows")
         like = Memory.plain(0, sizes, dtype_name, itemsize)
+        whole("bytes of one block or row", like.unit_bytes)
+        number = whole("tensors", tensors, most=LARGEST_UNIT)
         ends = one_of("keys_end_by", keys_end_by, KEY_USES)
-        return self._holdings.allocate(self, name, layout, tensors, like, keys, ends)
+        return self._holdings.allocate(self, text("name", name), layout, number, like, keys, ends)
 
     def unregister(self, cache: Cache | int) -> bool:
         """Ends a cache, allocated or not; False if there is none (any more).
@@ -247,7 +259,7 @@ class Node:
         """The same as :meth:`Cache.window`, which says what it is for."""
         listed = moves.unit_numbers(units)
         bits = one_of("access", access, ACCESSES)
-        name = self._core.open_window(own_id(cache), listed, bits, checked_timeout(ttl_ms))
+        name = self._core.open_window(own_id(cache), listed, bits, checked_timeout(ttl_ms, "ttl_ms"))
         return Window(name, access, len(listed), self._core)
 
     def copy(
@@ -273,8 +285,10 @@ class Node:
         """
         here, there = moves.tensor_ranges(layers, source_layers, tensors_per_layer, "source_layers")
         from_, to = (side if isinstance(side, Addresses) else own_id(side) for side in (source, into))
-        what = moves.move(blocks, source_row, row, row_to_blocks, size_bytes, there, here, keep_order=from_ == to)
-        return self._core.copy(target(from_), target(to), what, offset_bytes)
+        within = not isinstance(from_, Addresses) and from_ == to
+        source_row, row = moves.row_number("source_row", source_row), moves.row_number("row", row)
+        what = moves.move(blocks, source_row, row, row_to_blocks, size_bytes, there, here, keep_order=within)
+        return self._core.copy(target(from_), target(to), what, whole("offset_bytes", offset_bytes))
 
     # --- life --------------------------------------------------------------------------------------------------------
 

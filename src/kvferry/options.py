@@ -1,18 +1,25 @@
-"""What a node can be told, as values: its pool, its addresses, its transports, its times.
+"""What callers say, as values: numbers, names, times, words, and what a node can be told.
 
-Parses and checks the words that only the front door knows; numbers that the core checks are passed on as they are.
+Every argument of the front door that is of the wrong type, or that no machine word can hold, is refused here in a sentence
+that names it. Whether a number makes sense is for the core to say.
 """
 
+import operator
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from kvferry.errors import InvalidArgument
 
 __all__ = ["PoolOptions"]
 
 LONGEST_MS = 2**31 - 1
+LARGEST_UNIT = 2**32 - 1  # of a block, row, layer or tensor
+LARGEST = 2**64 - 1
+MOST_LISTED = 1 << 20  # tensors, or dimensions
 TRANSPORTS = {"map": 1, "cma": 2, "socket": 4}
 LAYOUTS = {"rows": 0, "blocks": 1, "mixed": 2}
 ACCESSES = {"read": 1, "write": 2}
@@ -35,7 +42,13 @@ class PoolOptions:
 
 def pool_options(pool: int | PoolOptions) -> PoolOptions:
     """``pool=`` of a node: its size in bytes, or all of it."""
-    return pool if isinstance(pool, PoolOptions) else PoolOptions(pool)
+    if not isinstance(pool, PoolOptions):
+        return PoolOptions(whole("pool", pool))
+    return PoolOptions(
+        whole("size_bytes", pool.size_bytes),
+        whole("page_shift", pool.page_shift, most=63),
+        whole("segment_bytes", pool.segment_bytes),
+    )
 
 
 def parse_address(address: str) -> tuple[str, int]:
@@ -48,12 +61,13 @@ def parse_address(address: str) -> tuple[str, int]:
     bracketed = host.startswith("[") and host.endswith("]")
     if bracketed:
         host = host[1:-1]
-    if not colon or not host or (":" in host) != bracketed or not (port.isascii() and port.isdigit()):
+    numbered = port.isascii() and port.isdigit()
+    if not colon or not host or not host.isprintable() or (":" in host) != bracketed or not numbered:
         raise InvalidArgument(
-            f"{address!r} is not an address; write 'host:port' or '[v6]:port', as in '127.0.0.1:7000'"
+            f"{shown(address)} is not an address; write 'host:port' or '[v6]:port', as in '127.0.0.1:7000'"
         )
-    if int(port) > 65535:
-        raise InvalidArgument(f"{address!r} has port {port}; ports end at 65535")
+    if len(port) > 5 or int(port) > 65535:
+        raise InvalidArgument(f"{shown(address)} has port {port[:9]}; ports end at 65535")
     return host, int(port)
 
 
@@ -66,15 +80,79 @@ def format_address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def checked_timeout(timeout_ms: Any) -> int:
-    """``timeout_ms`` itself if it is a whole number of milliseconds in ``0 .. 2**31 - 1``, else InvalidArgument."""
+def shown(value: object) -> str:
+    """``value`` as a sentence shows it, in at most 60 characters."""
+    try:
+        text = " ".join(repr(value).split())
+    except Exception:  # noqa: BLE001 - an int of more than 4,300 digits has no repr, and a class may refuse in any way
+        text = f"<{type(value).__name__}>"
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def index(value: Any) -> int | None:
+    """``value`` as an int if it is a whole number, numpy's and torch's among them; None for all else, and for bools."""
+    if value.__class__ is int:
+        return value
+    try:
+        return None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        return None
+
+
+def whole(what: str, value: Any, least: int = 0, most: int = LARGEST) -> int:
+    """``value`` as an int if it is a whole number from ``least`` to ``most``, else InvalidArgument.
+
+    >>> whole("lanes", np.int32(2)), whole("row", 7)
+    (2, 7)
+    """
+    number = index(value)
+    if number is None or not least <= number <= most:
+        raise InvalidArgument(f"{what}={shown(value)} is not a whole number from {least} to {_power(most)}")
+    return number
+
+
+def whole_numbers(what: str, values: Any, least: int = 0, most: int = LARGEST) -> list[int]:
+    """A list of whole numbers, from any sequence or numpy array of them."""
+    listed = isinstance(values, Sequence | np.ndarray) and not isinstance(values, str | bytes | bytearray | memoryview)
+    if not listed or (isinstance(values, np.ndarray) and values.ndim != 1):
+        raise InvalidArgument(f"{what}={shown(values)} is no list of whole numbers")
+    if len(values[MOST_LISTED : MOST_LISTED + 1]):  # not len(values): a range may be longer than any len()
+        raise InvalidArgument(f"{what}={shown(values)} is too long: {MOST_LISTED} numbers are allowed")
+    return [whole(f"{what}[{place}]", value, least, most) for place, value in enumerate(values)]
+
+
+def text(what: str, value: Any) -> str:
+    """``value`` if it is a string that can be sent, else InvalidArgument."""
+    try:
+        if isinstance(value, str):
+            value.encode()
+            return value
+    except UnicodeEncodeError:
+        raise InvalidArgument(f"{what}={shown(value)} holds half a character (a lone surrogate)") from None
+    raise InvalidArgument(f"{what}={shown(value)} is no str")
+
+
+def truth(what: str, value: Any) -> bool:
+    """``value`` if it is True or False, else InvalidArgument."""
+    if not isinstance(value, bool):
+        raise InvalidArgument(f"{what}={shown(value)} is neither True nor False")
+    return value
+
+
+def checked_timeout(timeout_ms: Any, what: str = "timeout_ms") -> int:
+    """``timeout_ms`` if it is a whole number of milliseconds in ``0 .. 2**31 - 1``, else InvalidArgument."""
     if timeout_ms.__class__ is int and 0 <= timeout_ms <= LONGEST_MS:
         return timeout_ms
     if timeout_ms is None:
         raise InvalidArgument(
-            f"timeout_ms=None: waiting without a deadline does not exist; give milliseconds, at most {LONGEST_MS}"
+            f"{what}=None: waiting without a deadline does not exist; give milliseconds, at most {LONGEST_MS}"
         )
-    raise InvalidArgument(f"timeout_ms={timeout_ms!r} is not a whole number of milliseconds from 0 to {LONGEST_MS}")
+    number = index(timeout_ms)
+    if number is None or not 0 <= number <= LONGEST_MS:
+        raise InvalidArgument(
+            f"{what}={shown(timeout_ms)} is not a whole number of milliseconds from 0 to {LONGEST_MS}"
+        )
+    return number
 
 
 def one_of(what: str, word: str, words: dict[str, int] | dict[str, bool]) -> int:
@@ -82,7 +160,7 @@ def one_of(what: str, word: str, words: dict[str, int] | dict[str, bool]) -> int
     try:
         return words[word]
     except (KeyError, TypeError):
-        raise InvalidArgument(f"{what}={word!r} is none of {', '.join(map(repr, words))}") from None
+        raise InvalidArgument(f"{what}={shown(word)} is none of {', '.join(map(repr, words))}") from None
 
 
 def transport_bit(transport: str | None) -> int:
@@ -92,12 +170,13 @@ def transport_bit(transport: str | None) -> int:
 
 def transport_bits(transports: Iterable[str]) -> int:
     """The transports that a node may use, as the core's bits; at least one."""
-    names = (transports,) if isinstance(transports, str) else tuple(transports)
-    if not names:
-        raise InvalidArgument("transports=() leaves no way to move a byte; name at least 'socket'")
+    if not isinstance(transports, Iterable):
+        raise InvalidArgument(f"transports={shown(transports)} is no list of words such as ('map', 'cma', 'socket')")
     bits = 0
-    for name in names:
+    for name in (transports,) if isinstance(transports, str) else transports:
         bits |= one_of("transport", name, TRANSPORTS)
+    if not bits:
+        raise InvalidArgument("transports=() leaves no way to move a byte; name at least 'socket'")
     return bits
 
 
@@ -107,7 +186,12 @@ def secret_bytes(secret: str | bytes | None) -> bytes:
         return b""
     if not isinstance(secret, str | bytes) or not secret:
         raise InvalidArgument("secret must be a non-empty str or bytes; leave it out to link without one")
-    return secret.encode() if isinstance(secret, str) else secret
+    return text("secret", secret).encode() if isinstance(secret, str) else secret
+
+
+def _power(number: int) -> str:
+    bits = number.bit_length()
+    return f"2**{bits} - 1" if bits > 31 and number == 2**bits - 1 else str(number)
 
 
 def random_node_id() -> int:
