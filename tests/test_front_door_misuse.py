@@ -233,3 +233,16 @@ def test_numpys_whole_numbers_are_whole_numbers(ends: Ends) -> None:
         ends.link.pull("rows", into=np.int64(ends.rows.id), row=one, source_row=np.uint8(2), timeout_ms=np.int64(1000))
     ends.link.push(ends.mine, to="kv", blocks={one: np.uint32(0)})
     assert ends.node.cache(np.int16(ends.mine.id)) is ends.mine
+
+
+def test_another_nodes_cache_is_not_taken_for_the_own_one_of_its_number(ends: Ends) -> None:
+    assert ends.far.id == ends.mine.id
+    for call in (
+        lambda: ends.link.pull("kv", into=ends.far),
+        lambda: ends.link.push(ends.far, to="kv"),
+        lambda: ends.node.copy(ends.far, ends.mine),
+        lambda: ends.node.unregister(ends.far),
+        lambda: ends.node.open_window(ends.far, [0], "read", 1000),
+    ):
+        with pytest.raises(kvferry.InvalidArgument, match="another node's cache"):
+            call()  # type: ignore[no-untyped-call]

@@ -137,10 +137,12 @@ class Cache:
         return make(self._memories[number])
 
 
-def own_id(cache: object) -> int:
-    """The id of a cache of this node, given as such or as its id."""
+def own_id(cache: object, node: "Node") -> int:
+    """The id of a cache of ``node``, given as such or as its id."""
     if isinstance(cache, Cache):
-        return cache.id
+        if cache._node is node:
+            return cache.id
+        raise InvalidArgument(f"{cache!r} is another node's cache, and ids are each node's own")
     number = index(cache)
     if number is None or not 0 <= number <= LARGEST:
         raise InvalidArgument(

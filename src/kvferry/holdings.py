@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from kvferry import _core
 from kvferry.arrays import Memory
-from kvferry.cache import Cache, own_id
+from kvferry.cache import Cache
 from kvferry.errors import CacheNotFound, NodeClosed
 from kvferry.names import BlocksKey, Key, key_words
 from kvferry.options import LAYOUTS, one_of
@@ -72,14 +72,13 @@ class Holdings:
         memories = tuple(like.at(address, keeper) for address in addresses)
         return self._keep(node, cache_id, name, layout, "host", memories, allocated=True)
 
-    def unregister(self, cache: Cache | int) -> bool:
-        return self._ended(self._core.unregister_cache, own_id(cache))
+    def unregister(self, cache_id: int) -> bool:
+        return self._ended(self._core.unregister_cache, cache_id)
 
-    def deallocate(self, cache: Cache | int) -> bool:
-        return self._ended(self._core.deallocate_cache, own_id(cache))
+    def deallocate(self, cache_id: int) -> bool:
+        return self._ended(self._core.deallocate_cache, cache_id)
 
-    def find(self, cache: Cache | int) -> Cache:
-        cache_id = own_id(cache)
+    def find(self, cache_id: int) -> Cache:
         try:
             return self.caches[cache_id]
         except KeyError:

@@ -21,8 +21,9 @@ __all__ = ["LayerPush"]
 class LayerPush:
     """Made by ``link.push_layers``; a context manager, for ``with`` and for ``async with``.
 
-    Leaving the block waits until every layer has arrived; an exception inside cancels, waits until nothing is written any
-    more, and goes on. Leaving while a layer was never declared ready cancels too, and is an error.
+    Leaving the block waits until every layer has arrived; an exception inside, or Ctrl-C while it waits, cancels, waits
+    until the receiver has stopped or cannot be heard, and goes on. Leaving while a layer was never declared ready cancels too,
+    and is an error.
     """
 
     __slots__ = ("_core", "_missing", "_transfer")

@@ -49,9 +49,10 @@ class Link:
 
     Errors of every verb: InvalidArgument, CacheNotFound, NotLinked, NodeClosed and Unsupported come before the first
     byte. PeerLost, DeadlineExceeded and Cancelled may come later, and so may CacheNotFound, when the source ends
-    meanwhile: then ``bytes_touched`` says whether the destination spans of this operation may have changed, and
-    ``destination_settled`` whether the receiver is known to have stopped. Repeating is safe after every error, except
-    that a request key of an allocated cache is used up by the pull that succeeded.
+    meanwhile, and InvalidArgument, when memory turns out not to be there: then ``bytes_touched`` says whether the
+    destination spans of this operation may have changed, and ``destination_settled`` whether the receiver is known to have
+    stopped. Repeating is safe after every error, except that a request key of an allocated cache is used up by the pull
+    that succeeded.
 
     Ctrl-C ends every wait within a fraction of a second. A pull or push has been cancelled then, and the bytes of its
     destination are as after an error with ``bytes_touched`` True; the link stays.
@@ -89,7 +90,9 @@ class Link:
             source, blocks, row, source_row, row_to_blocks, size_bytes, layers, source_layers, tensors_per_layer
         )
         by = transport_bit(transport)
-        return self._core.pull(self._targets.of(source), own_id(into), what, checked_timeout(timeout_ms), by)
+        return self._core.pull(
+            self._targets.of(source), own_id(into, self._node), what, checked_timeout(timeout_ms), by
+        )
 
     def pull_async(
         self,
@@ -114,7 +117,9 @@ class Link:
             source, blocks, row, source_row, row_to_blocks, size_bytes, layers, source_layers, tensors_per_layer
         )
         by = transport_bit(transport)
-        core = self._core.pull_async(self._targets.of(source), own_id(into), what, checked_timeout(timeout_ms), by)
+        core = self._core.pull_async(
+            self._targets.of(source), own_id(into, self._node), what, checked_timeout(timeout_ms), by
+        )
         return Transfer(core, self)
 
     def prepare_pull(
@@ -143,7 +148,9 @@ class Link:
             source, blocks, row, source_row, row_to_blocks, size_bytes, layers, source_layers, tensors_per_layer
         )
         by = transport_bit(transport)
-        core = self._core.prepare_pull(self._targets.of(source), own_id(into), what, checked_timeout(timeout_ms), by)
+        core = self._core.prepare_pull(
+            self._targets.of(source), own_id(into, self._node), what, checked_timeout(timeout_ms), by
+        )
         return Prepared(core, self)
 
     def push(
@@ -169,7 +176,7 @@ class Link:
             blocks, row, destination_row, row_to_blocks, size_bytes, layers, destination_layers, tensors_per_layer
         )
         by = transport_bit(transport)
-        return self._core.push(own_id(mine), self._targets.of(to), what, checked_timeout(timeout_ms), by)
+        return self._core.push(own_id(mine, self._node), self._targets.of(to), what, checked_timeout(timeout_ms), by)
 
     def push_async(
         self,
@@ -194,7 +201,9 @@ class Link:
             blocks, row, destination_row, row_to_blocks, size_bytes, layers, destination_layers, tensors_per_layer
         )
         by = transport_bit(transport)
-        core = self._core.push_async(own_id(mine), self._targets.of(to), what, checked_timeout(timeout_ms), by)
+        core = self._core.push_async(
+            own_id(mine, self._node), self._targets.of(to), what, checked_timeout(timeout_ms), by
+        )
         return Transfer(core, self)
 
     def push_layers(
@@ -231,7 +240,7 @@ class Link:
             blocks = self._beside_window(to, blocks, timeout_ms, far_first=False)
         what = moves.push(blocks, row, destination_row, row_to_blocks, None, None, None, tensors_per_layer)
         core = self._core.push_layers(
-            own_id(mine),
+            own_id(mine, self._node),
             self._targets.of(to),
             what,
             numbers,

@@ -232,12 +232,12 @@ class Node:
         :raises Busy: the kernel itself holds a copy there, which waits for the file behind the memory. The cache has ended for
             everybody, but its memory must stay as it is; unregister it again to hear when it is free.
         """
-        return self._holdings.unregister(cache)
+        return self._holdings.unregister(own_id(cache, self))
 
     def deallocate(self, cache: Cache | int) -> bool:
         """Gives an allocated cache back, or, while request keys are bound to it, leaves it to its peers until the last of
         them has been pulled or removed. False if there is no such allocated cache."""
-        return self._holdings.deallocate(cache)
+        return self._holdings.deallocate(own_id(cache, self))
 
     def remove_key(self, key: Key) -> bool:
         """Unbinds a key of an allocated cache; False if it is not bound."""
@@ -253,13 +253,13 @@ class Node:
 
         :raises CacheNotFound: it is not registered here (any more).
         """
-        return self._holdings.find(cache)
+        return self._holdings.find(own_id(cache, self))
 
     def open_window(self, cache: Cache | int, units: Units, access: str, ttl_ms: int) -> Window:
         """The same as :meth:`Cache.window`, which says what it is for."""
         listed = moves.unit_numbers(units)
         bits = one_of("access", access, ACCESSES)
-        name = self._core.open_window(own_id(cache), listed, bits, checked_timeout(ttl_ms, "ttl_ms"))
+        name = self._core.open_window(own_id(cache, self), listed, bits, checked_timeout(ttl_ms, "ttl_ms"))
         return Window(name, access, len(listed), self._core)
 
     def copy(
@@ -284,7 +284,7 @@ class Node:
         ``unit_bytes`` are those of the other side unless given. The caller keeps it as long as the call lasts.
         """
         here, there = moves.tensor_ranges(layers, source_layers, tensors_per_layer, "source_layers")
-        from_, to = (side if isinstance(side, Addresses) else own_id(side) for side in (source, into))
+        from_, to = (side if isinstance(side, Addresses) else own_id(side, self) for side in (source, into))
         within = not isinstance(from_, Addresses) and from_ == to
         source_row, row = moves.row_number("source_row", source_row), moves.row_number("row", row)
         what = moves.move(blocks, source_row, row, row_to_blocks, size_bytes, there, here, keep_order=within)

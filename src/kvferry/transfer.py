@@ -18,8 +18,9 @@ __all__ = ["Prepared", "Transfer"]
 class Transfer:
     """A pull or push in flight; made by ``link.pull_async`` and ``link.push_async``, and awaitable.
 
-    However it ends, it is settled: no byte of its destination is written on its behalf afterwards. Dropping this object
-    does not end the operation; its own deadline does.
+    When a pull has ended, in whatever way, no byte of its destination is written on its behalf any more; when a push has
+    failed, ``destination_settled`` of its error says whether that is known. Dropping this object does not end the
+    operation; its own deadline does.
     """
 
     __slots__ = ("_core", "_link")
