@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from bench import Bench
 from exchange import Sample
 from limits import KIB, MIB, Work, one_piece, scattered
-from pair import Pair
+from pair import Pair, place
 from peers import MOONCAKE_TCP, NIXL_SAME_HOST, NIXL_TCP, Peer, Way
 from table import Row
 from turns import ALIKE, Contender, Figure, Turns, Value, drift, in_turns, until_steady
@@ -79,6 +79,8 @@ def _measure(bench: Bench, case: Bulk, threads: int) -> Iterator[Row]:
     notes: list[str] = []
     with ExitStack() as stack:
         pair = stack.enter_context(Pair(setup))
+        if one and case.transport == "socket":
+            place(pair, "two cores")  # else the scheduler puts sender and receiver on one core in some rounds and not in others
         ours = pair.push if case.push else pair.pull
         contenders = []
         if bench.kvferry:
