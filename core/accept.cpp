@@ -4,6 +4,7 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
 
@@ -11,50 +12,58 @@
 #include "sentence.hpp"
 
 namespace kvferry {
-namespace {
 
-class Listener : public Watcher {
- public:
-  Listener(NodeInner& node, bool unix_socket) : node_(node), unix_(unix_socket) {}
-  void ready(std::uint32_t) override {
-    const std::lock_guard lock(node_.listen_mutex);  // while it accepts nobody may stop listening, and reuse the number
-    const int fd = (unix_ ? node_.unix_listener : node_.tcp_listener).get();
-    if (fd < 0) return;  // stopped meanwhile
-    for (int i = 0; i < 64; ++i) {
-      int error = 0;
-      auto connection = accept_on(fd, error);
-      if (!connection) {
-        if (error == EINTR || error == ECONNABORTED) continue;
-        if (error == EMFILE || error == ENFILE || error == ENOBUFS || error == ENOMEM) {
-          node_.engine.log.add("warning", std::string("a connection cannot be accepted: ") + std::strerror(error));
-          node_.pause_listeners();  // it stays in the backlog, and the listener readable: this would spin
-          return;
-        }
-        break;
+void ListeningSocket::start() {
+  // Armed only when the token is known, which ready() needs.
+  token_ = node_.engine.reactor.watch(descriptor_.get(), 0, shared_from_this());
+  arm();
+}
+
+void ListeningSocket::arm() { node_.engine.reactor.rearm(token_, descriptor_.get(), EPOLLIN); }
+
+void ListeningSocket::stop() noexcept {
+  node_.engine.reactor.forget(token_, descriptor_.get());
+  descriptor_.reset();
+}
+
+void ListeningSocket::ready(std::uint32_t) {
+  const std::lock_guard lock(node_.listen_mutex);  // while it accepts nobody may stop it, and reuse the number
+  if (!descriptor_) return;                        // stopped meanwhile
+  for (int i = 0; i < 64; ++i) {
+    int error = 0;
+    auto connection = accept_on(descriptor_.get(), error);
+    if (!connection) {
+      if (error == EINTR || error == ECONNABORTED) continue;
+      if (error == EMFILE || error == ENFILE || error == ENOBUFS || error == ENOMEM) {
+        node_.engine.log.add("warning", std::string("a connection cannot be accepted: ") + std::strerror(error));
+        node_.pause_listeners();  // it stays in the backlog, and the listener readable: this would spin
+        return;
       }
-      if (node_.incoming.load() >= most_incoming) node_.drop_oldest();  // too many that have not said what they want
-      try {
-        const auto incoming = std::make_shared<Incoming>(node_, std::move(connection), unix_);
-        incoming->start();
-      } catch (const Error& failure) {
-        node_.engine.log.add("warning", std::string("a connection was dropped: ") + failure.what());
-      }
+      break;
     }
-    const auto token = unix_ ? node_.unix_token : node_.tcp_token;
-    node_.engine.reactor.rearm(token, fd, EPOLLIN);
+    if (node_.incoming.load() >= most_incoming) node_.drop_oldest();  // too many that have not said what they want
+    try {
+      const auto incoming = std::make_shared<Incoming>(node_, std::move(connection), shared_from_this());
+      incoming->start();
+    } catch (const Error& failure) {
+      node_.engine.log.add("warning", std::string("a connection was dropped: ") + failure.what());
+    }
   }
-
- private:
-  NodeInner& node_;
-  const bool unix_;
-};
-
-}  // namespace
+  arm();
+}
 
 Endpoint start_listening(NodeInner& node, const std::string& host, std::uint16_t port) {
   const std::lock_guard lock(node.listen_mutex);
-  if (node.tcp_listener) throw Error(Kind::invalid_argument, "this node listens already, on " + local_endpoint(node.tcp_listener.get()).text());
-  auto tcp = listen_tcp(host, port);
+  if (node.tcp_listener) throw Error(Kind::invalid_argument, "this node listens already, on " + node.tcp_listener->endpoint().text());
+  const auto retired = std::find_if(node.retired_listeners.begin(), node.retired_listeners.end(),
+                                    [&](const auto& one) { return port != 0 && one->host == host && one->endpoint().port == port; });
+  std::shared_ptr<ListeningSocket> tcp;
+  if (retired != node.retired_listeners.end()) {  // it is there still, for the lanes of links
+    tcp = std::move(*retired);
+    node.retired_listeners.erase(retired);
+  } else {
+    tcp = std::make_shared<ListeningSocket>(node, listen_tcp(host, port), false, host);
+  }
   if (!node.unix_listener) {
     std::string name = "kvferry-";
     for (const auto byte : hello::random_token()) {
@@ -62,38 +71,41 @@ Endpoint start_listening(NodeInner& node, const std::string& host, std::uint16_t
       name += digits[byte >> 4];
       name += digits[byte & 15];
     }
-    node.unix_listener = listen_abstract(name);
+    node.unix_listener = std::make_shared<ListeningSocket>(node, listen_abstract(name), true);
     node.unix_name = name;
-    // Armed only when the token is known, which ready() needs.
-    node.unix_token = node.engine.reactor.watch(node.unix_listener.get(), 0, std::make_shared<Listener>(node, true));
-    node.engine.reactor.rearm(node.unix_token, node.unix_listener.get(), EPOLLIN);
+    node.unix_listener->start();
   }
+  tcp->takes_links = true;
   node.tcp_listener = std::move(tcp);
-  node.tcp_token = node.engine.reactor.watch(node.tcp_listener.get(), 0, std::make_shared<Listener>(node, false));
-  node.engine.reactor.rearm(node.tcp_token, node.tcp_listener.get(), EPOLLIN);
-  const auto endpoint = local_endpoint(node.tcp_listener.get());
+  if (!node.tcp_listener->started()) node.tcp_listener->start();
+  const auto endpoint = node.tcp_listener->endpoint();
   if (!endpoint.loopback && node.engine.options.secret.empty())
     node.engine.log.add("warning", "listening on " + endpoint.text() + " without a secret: whoever can reach this address may read and write the registered caches");
   return endpoint;
 }
 
 void stop_listening(NodeInner& node) {
-  const std::lock_guard lock(node.listen_mutex);
-  if (node.tcp_listener) {
-    node.engine.reactor.forget(node.tcp_token, node.tcp_listener.get());
-    node.tcp_listener.reset();
+  {
+    const std::lock_guard lock(node.listen_mutex);
+    if (!node.tcp_listener) return;
+    node.tcp_listener->takes_links = false;
+    node.retired_listeners.push_back(std::move(node.tcp_listener));
+    node.any_retired = true;
   }
+  node.stop_retired_listeners();
   // The Unix listener stays until the node is closed: links that exist open their lanes there.
 }
 
 // ---- Incoming
 
-Incoming::Incoming(NodeInner& node, Descriptor descriptor, bool unix_socket)
-    : node_(node), descriptor_(std::move(descriptor)), unix_(unix_socket), deadline_(Deadline::after_ms(hello_timeout_ms)) {
+Incoming::Incoming(NodeInner& node, Descriptor descriptor, std::shared_ptr<const ListeningSocket> from)
+    : node_(node), descriptor_(std::move(descriptor)), from_(std::move(from)), deadline_(Deadline::after_ms(hello_timeout_ms)) {
   node_.incoming.fetch_add(1);
 }
 
-Incoming::~Incoming() { node_.incoming.fetch_sub(1); }
+Incoming::~Incoming() {
+  if (node_.incoming.fetch_sub(1) == 1) node_.needs_of_listeners_changed();
+}
 
 void Incoming::start() {
   token_ = node_.engine.reactor.watch(descriptor_.get(), EPOLLIN, shared_from_this());
@@ -129,7 +141,7 @@ void Incoming::ready(std::uint32_t) {
       }
     }
   } catch (const wire::WireError& error) {
-    node_.engine.log.add("warning", "a connection from " + (unix_ ? "this host" : peer_endpoint(descriptor_.get()).text()) + " was closed: " + error.what());
+    node_.engine.log.add("warning", "a connection from " + (from_->is_unix ? "this host" : peer_endpoint(descriptor_.get()).text()) + " was closed: " + error.what());
   } catch (const Error& error) {
     refuse(error.outcome());
   }
@@ -149,9 +161,9 @@ void Incoming::reply(const std::vector<std::uint8_t>& frame, int attached) {
 
 bool Incoming::handle(Frame& frame) {
   switch (frame.header.type) {
-    case wire::Type::hello: return !pending_ && !unix_ ? on_hello(frame) : throw wire::WireError("a second hello");
+    case wire::Type::hello: return !pending_ && !from_->is_unix ? on_hello(frame) : throw wire::WireError("a second hello");
     case wire::Type::auth: return pending_ ? on_auth(frame) : throw wire::WireError("a proof before a hello");
-    case wire::Type::local: return unix_ ? on_local(frame) : throw wire::WireError("a local step over TCP");
+    case wire::Type::local: return from_->is_unix ? on_local(frame) : throw wire::WireError("a local step over TCP");
     case wire::Type::lane: return on_lane(frame);
     default: throw wire::WireError("not a hello");
   }
@@ -160,6 +172,7 @@ bool Incoming::handle(Frame& frame) {
 bool Incoming::on_hello(const Frame& frame) {
   const auto said = hello::read_hello(frame);
   const auto& options = node_.engine.options;
+  check_takes_links();
   if (said.version != wire::version)
     throw Error(Kind::refused, sentence("the peer speaks version ", said.version, " of the wire, this node version ", wire::version, ": run the same kvferry on both"));
   if (said.has_secret != !options.secret.empty())
@@ -183,6 +196,10 @@ bool Incoming::on_hello(const Frame& frame) {
   }
   reply(hello::write(challenge));
   return true;
+}
+
+void Incoming::check_takes_links() const {
+  if (!from_->takes_links) throw Error(Kind::link_failed, "this node takes no new links any more: it listens here for those alone that it has");
 }
 
 bool Incoming::on_local(Frame& frame) {
@@ -214,6 +231,8 @@ bool Incoming::on_auth(const Frame& frame) {
   const bool local_done = said.local_done && pending_->local.has_value();
   const auto credentials = local_done ? pending_->local->credentials : Credentials{};
   if (const auto refusal = node_.default_refusal(pending_->endpoint, local_done, credentials); !refusal.empty()) throw Error(Kind::refused, refusal);
+  check_takes_links();
+  node_.refuse_namesake(pending_->hello);
   if (!local_done) pending_->local.reset();
   auto facts = node_.facts_of(pending_->hello, std::move(pending_->local), pending_->endpoint);
   const auto token = hello::random_token();
@@ -233,6 +252,7 @@ bool Incoming::on_lane(const Frame& frame) {
   const auto said = hello::read_lane(frame);
   const auto link = node_.link_by_token(said.link);
   if (!link) throw wire::WireError("a lane for a link that is not up");
+  if (from_->is_unix) link->needs_tcp = false;
   node_.engine.reactor.forget(token_, descriptor_.get());
   tune_lane(descriptor_.get());
   if (said.reverse) {

@@ -5,6 +5,8 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <algorithm>
+
 #include "host.hpp"
 #include "interrupt.hpp"
 #include "sentence.hpp"
@@ -96,6 +98,7 @@ void NodeInner::take_down(const std::shared_ptr<Link>& link, Outcome reason) {
   if (up.pidfd_token != 0) engine.reactor.forget(up.pidfd_token, link->peer.pidfd.get());
   if (up.control) up.control->close();
   engine.log.add(expected ? "info" : "warning", "link to " + link->label() + " is down: " + sentence);
+  needs_of_listeners_changed();
 }
 
 std::shared_ptr<Control> NodeInner::control_of(const Link& link) const {
@@ -125,6 +128,8 @@ std::int64_t NodeInner::tick(std::int64_t now) {
   next = std::min(next, run_due(now));
 
   if (now >= next_heartbeat_ns_) {
+    // After a time in which this process stood still, what peers said meanwhile is not read yet, or they stood still too.
+    if (next_heartbeat_ns_ != 0 && now - next_heartbeat_ns_ > engine.options.heartbeat_timeout_ms * 500'000) awake_since_ns_ = now;
     next_heartbeat_ns_ = now + engine.options.heartbeat_ms * 1'000'000;
     std::vector<Up> all;
     {
@@ -132,11 +137,13 @@ std::int64_t NodeInner::tick(std::int64_t now) {
       for (const auto& [_, up] : links_) all.push_back(up);
     }
     for (const auto& up : all) {
-      const auto silent_ms = (now - up.link->last_heard_ns.load()) / 1'000'000;
-      if (silent_ms > engine.options.heartbeat_timeout_ms)
+      const auto silent_ms = (now - std::max(up.link->last_heard_ns.load(), awake_since_ns_)) / 1'000'000;
+      if (silent_ms > engine.options.heartbeat_timeout_ms) {
         take_down(up.link, {Kind::peer_lost, sentence("nothing was heard from ", up.link->label(), " for ", silent_ms, " ms"), false, true});
-      else
-        up.control->heartbeat();
+        continue;
+      }
+      up.control->heartbeat();
+      tell_of_released_segments(up);
     }
   }
   std::erase_if(expected_, [&](const std::weak_ptr<Incoming>& weak) {
@@ -150,10 +157,57 @@ std::int64_t NodeInner::tick(std::int64_t now) {
   if (now >= listen_again_ns_) {
     listen_again_ns_ = INT64_MAX;
     const std::lock_guard lock(listen_mutex);
-    if (tcp_listener) engine.reactor.rearm(tcp_token, tcp_listener.get(), EPOLLIN);
-    if (unix_listener) engine.reactor.rearm(unix_token, unix_listener.get(), EPOLLIN);
+    for (const auto& listener : {tcp_listener, unix_listener})
+      if (listener) listener->arm();
+    for (const auto& listener : retired_listeners) listener->arm();
   }
+  if (any_retired) stop_retired_listeners();
   return std::min({next, next_heartbeat_ns_, listen_again_ns_});
+}
+
+// Their memory is given back when the last peer that has mapped them lets go.
+void NodeInner::tell_of_released_segments(const Up& up) {
+  const auto announced = up.link->announced();
+  if (announced.empty()) return;
+  const auto live = engine.registry.segments();
+  for (const auto id : announced) {
+    if (std::any_of(live.begin(), live.end(), [&](const auto& segment) { return segment->id() == id; })) continue;
+    if (!up.control->segment_gone(id)) return;
+    up.link->forget_announcement(id);
+  }
+}
+
+// A restarted peer takes the place of its former self, and who links twice replaces its first link. But two that live
+// and bear one id would drive each other out again and again.
+void NodeInner::refuse_namesake(const hello::Hello& said) const {
+  const auto recent_ns = 2 * engine.options.heartbeat_ms * 1'000'000;
+  const std::lock_guard lock(mutex_);
+  for (const auto& [_, up] : links_) {
+    const auto& link = *up.link;
+    if (link.outgoing || link.peer.node_id != said.node_id || link.peer.instance == said.instance) continue;
+    if (now_ns() - link.last_heard_ns.load() > recent_ns || link.peer_process_ended()) continue;
+    const auto where = link.peer.credentials.pid > 0 ? sentence("process ", link.peer.credentials.pid) : link.peer.endpoint.text();
+    throw Error(Kind::already_linked, sentence("another node that calls itself ", said.node_id, " is linked and alive (", where,
+                                               "): give each a node_id of its own, or close the other one first"));
+  }
+}
+
+void NodeInner::stop_retired_listeners() {
+  const std::lock_guard lock(listen_mutex);
+  if (!retired_listeners.empty()) {
+    if (incoming.load() > 0) return;  // one of these may become a link, or a lane
+    const std::lock_guard links_lock(mutex_);
+    for (const auto& [_, up] : links_)
+      if (!up.link->outgoing && up.link->needs_tcp) return;
+  }
+  for (const auto& listener : retired_listeners) listener->stop();
+  retired_listeners.clear();
+  any_retired = false;
+}
+
+// Also from where listen_mutex is held: a connection ends as well when another needs its place.
+void NodeInner::needs_of_listeners_changed() {
+  if (any_retired) engine.reactor.wake();
 }
 
 void NodeInner::expect_soon(std::weak_ptr<Incoming> connection) { expected_.push_back(std::move(connection)); }
@@ -244,24 +298,45 @@ void Control::close() noexcept {
   ::shutdown(descriptor_.get(), SHUT_RDWR);
 }
 
-void Control::send(std::vector<std::uint8_t> frame) {
+bool Control::send(std::vector<std::uint8_t> frame) {
   const std::lock_guard lock(mutex_);
-  if (closed_) return;
+  if (closed_) return false;
   constexpr std::size_t most_waiting = 4096;  // a peer that reads nothing for that long is lost by its silence soon
-  if (out_.size() + frame.size() > most_waiting) return;
+  if (out_.size() + frame.size() > most_waiting) return false;
   out_.insert(out_.end(), frame.begin(), frame.end());
   const long n = send_some(descriptor_.get(), out_);
   if (n > 0) out_.erase(out_.begin(), out_.begin() + n);
+  return true;
 }
 
 void Control::heartbeat() { send(wire::Writer(wire::Type::heartbeat, 0).take()); }
 
+// Asking first commits nobody: a peer that hears of it too late finds no UNLINKED behind it, and both sides stay linked.
 bool Control::ask_to_unlink(const Deadline& deadline) {
+  {
+    const std::lock_guard lock(mutex_);
+    heard_ = false;  // that was an answer to somebody who had given up
+  }
   send(wire::Writer(wire::Type::unlink, 0).take());
   std::unique_lock lock(mutex_);
-  wait_on(answered_, lock, deadline, [this] { return unlinked_ || closed_; });
-  return unlinked_;
+  wait_on(answered_, lock, deadline, [this] { return heard_ || closed_; });
+  if (!heard_) return false;
+  leaving_ = true;
+  lock.unlock();
+  send(wire::Writer(wire::Type::unlinked, 0).take());
+  lock.lock();
+  // By the peer's end. It is decided, so nobody may break off here, and a peer that has just answered takes no time.
+  const auto wait_ms = std::min<std::int64_t>(deadline.left_ms(), 1000);
+  answered_.wait_for(lock, std::chrono::milliseconds(wait_ms), [this] { return closed_; });
+  return true;
 }
+
+bool Control::leaving() {
+  const std::lock_guard lock(mutex_);
+  return leaving_;
+}
+
+bool Control::segment_gone(std::uint32_t id) { return send(wire::Writer(wire::Type::segment_gone, 0).put(id).take()); }
 
 void Control::ready(std::uint32_t) {
   Reactor::Token token;
@@ -277,25 +352,27 @@ void Control::ready(std::uint32_t) {
           node_.engine.reactor.rearm(token, descriptor_.get(), EPOLLIN);
           return;
         case FrameBuffer::State::lost:
-          node_.take_down(link_, {Kind::peer_lost, link_->label() + " closed the connection", false, true});
+          node_.take_down(link_, leaving() ? Outcome{Kind::not_linked, "this link was unlinked", false, true}
+                                         : Outcome{Kind::peer_lost, link_->label() + " closed the connection", false, true});
           return;
         case FrameBuffer::State::frame: break;
       }
       link_->last_heard_ns.store(now_ns(), std::memory_order_relaxed);
-      if (frame.header.type == wire::Type::unlink) {
-        send(wire::Writer(wire::Type::unlinked, 0).take());
-        node_.take_down(link_, {Kind::not_linked, link_->label() + " has unlinked", false, true});
-        return;
-      }
-      if (frame.header.type == wire::Type::unlinked) {
-        {
+      switch (frame.header.type) {
+        case wire::Type::heartbeat: break;
+        case wire::Type::unlink: send(wire::Writer(wire::Type::unlink_heard, 0).take()); break;
+        case wire::Type::unlink_heard: {
           const std::lock_guard lock(mutex_);
-          unlinked_ = true;
+          heard_ = true;
+          answered_.notify_all();
+          break;
         }
-        node_.take_down(link_, {Kind::not_linked, "this link was unlinked", false, true});
-        return;
+        case wire::Type::unlinked:
+          node_.take_down(link_, {Kind::not_linked, link_->label() + " has unlinked", false, true});
+          return;
+        case wire::Type::segment_gone: link_->forget_segment(wire::Reader(frame.body).get<std::uint32_t>()); break;
+        default: throw wire::WireError("an unknown frame on the control connection");
       }
-      if (frame.header.type != wire::Type::heartbeat) throw wire::WireError("an unknown frame on the control connection");
     }
   } catch (const wire::WireError& error) {
     node_.take_down(link_, {Kind::peer_lost, link_->label() + " sent something that is not kvferry's protocol: " + error.what(), false, true});

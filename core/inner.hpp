@@ -12,6 +12,29 @@ namespace kvferry {
 
 class Control;
 class Incoming;
+class NodeInner;
+
+// A socket that peers dial, for links or for the lanes of links. Control thread, and under listen_mutex.
+class ListeningSocket : public Watcher, public std::enable_shared_from_this<ListeningSocket> {
+ public:
+  ListeningSocket(NodeInner& node, Descriptor descriptor, bool unix_socket, std::string asked_host = {})
+      : is_unix(unix_socket), host(std::move(asked_host)), node_(node), descriptor_(std::move(descriptor)) {}
+  void start();
+  void arm();
+  void stop() noexcept;
+  void ready(std::uint32_t events) override;
+  bool started() const noexcept { return token_ != 0; }
+  Endpoint endpoint() const { return local_endpoint(descriptor_.get()); }
+
+  const bool is_unix;
+  const std::string host;              // as it was asked for
+  std::atomic<bool> takes_links{true};  // else only lanes of links that are up
+
+ private:
+  NodeInner& node_;
+  Descriptor descriptor_;
+  Reactor::Token token_ = 0;
+};
 
 // A hello that has got as far as its challenge, waiting for the local step or the proof.
 struct Pending {
@@ -34,6 +57,7 @@ class NodeInner : public std::enable_shared_from_this<NodeInner> {
 
   std::shared_ptr<Link> new_link(PeerFacts facts, bool outgoing, const hello::Token& token,
                                  std::function<std::unique_ptr<Lane>(LaneUse)> dial);
+  void refuse_namesake(const hello::Hello& said) const;  // throws Error(already_linked)
   // Makes it live: heartbeats, the watch on the peer's process, a line in the log. Replaces stale links from that node id.
   void bring_up(const std::shared_ptr<Link>& link, Descriptor control, bool replace_stale, std::vector<std::uint8_t> first = {});
   void take_down(const std::shared_ptr<Link>& link, Outcome reason);  // from any thread; does not wait
@@ -53,9 +77,12 @@ class NodeInner : public std::enable_shared_from_this<NodeInner> {
   unsigned threads = 0, helpers = 0;
 
   std::mutex listen_mutex;
-  Descriptor tcp_listener, unix_listener;
-  Reactor::Token tcp_token = 0, unix_token = 0;
+  std::shared_ptr<ListeningSocket> tcp_listener, unix_listener;
+  std::vector<std::shared_ptr<ListeningSocket>> retired_listeners;  // links that are up open their lanes there
+  std::atomic<bool> any_retired{false};
   std::string unix_name;
+  void stop_retired_listeners();      // those that nobody needs any more
+  void needs_of_listeners_changed();  // from any thread: the control thread looks after them
   std::mutex pending_mutex;
   std::map<hello::Token, std::shared_ptr<Pending>> pending;  // by local token
   std::atomic<int> incoming{0};
@@ -68,7 +95,8 @@ class NodeInner : public std::enable_shared_from_this<NodeInner> {
   mutable std::mutex mutex_;
   std::map<std::uint64_t, Up> links_;
   std::uint64_t last_link_ = 0;
-  std::int64_t next_heartbeat_ns_ = 0;
+  void tell_of_released_segments(const Up& up);
+  std::int64_t next_heartbeat_ns_ = 0, awake_since_ns_ = 0;  // control thread
   std::vector<std::weak_ptr<Incoming>> expected_;  // control thread; the oldest first
   std::int64_t listen_again_ns_ = INT64_MAX;       // control thread
   std::int64_t run_due(std::int64_t now);  // of later_; returns when the next is
@@ -84,9 +112,11 @@ class Control : public Watcher, public std::enable_shared_from_this<Control> {
   void close() noexcept;
   void ready(std::uint32_t events) override;
   void heartbeat();
-  bool ask_to_unlink(const Deadline& deadline);  // true: the peer has dropped its side
+  bool ask_to_unlink(const Deadline& deadline);  // true: the peer has heard, and drops its side. False: nothing has changed
+  bool segment_gone(std::uint32_t id);           // false: not now
  private:
-  void send(std::vector<std::uint8_t> frame);
+  bool send(std::vector<std::uint8_t> frame);  // false: it would have to wait behind too much
+  bool leaving();  // the peer ends the connection because it was asked to
 
   NodeInner& node_;
   const std::shared_ptr<Link> link_;
@@ -96,13 +126,13 @@ class Control : public Watcher, public std::enable_shared_from_this<Control> {
   std::mutex mutex_;
   std::condition_variable answered_;
   std::vector<std::uint8_t> out_;
-  bool unlinked_ = false, closed_ = false;
+  bool heard_ = false, leaving_ = false, closed_ = false;
 };
 
 // A connection that a peer has opened and that has not said yet what it is for.
 class Incoming : public Watcher, public std::enable_shared_from_this<Incoming> {
  public:
-  Incoming(NodeInner& node, Descriptor descriptor, bool unix_socket);
+  Incoming(NodeInner& node, Descriptor descriptor, std::shared_ptr<const ListeningSocket> from);
   ~Incoming() override;
   void start();
   void ready(std::uint32_t events) override;
@@ -115,12 +145,13 @@ class Incoming : public Watcher, public std::enable_shared_from_this<Incoming> {
   bool on_auth(const Frame& frame);
   bool on_local(Frame& frame);
   bool on_lane(const Frame& frame);
+  void check_takes_links() const;  // throws Error(link_failed)
   void refuse(const Outcome& outcome);
   void reply(const std::vector<std::uint8_t>& frame, int attached = -1);
 
   NodeInner& node_;
   Descriptor descriptor_;
-  const bool unix_;
+  const std::shared_ptr<const ListeningSocket> from_;
   Reactor::Token token_ = 0;
   FrameBuffer in_{wire::max_hello_bytes};
   const Deadline deadline_;

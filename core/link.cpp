@@ -7,6 +7,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
 
@@ -336,6 +337,7 @@ std::shared_ptr<PeerSegment> Link::add_segment(std::uint32_t segment_id, Descrip
   auto made = std::make_shared<PeerSegment>(std::move(fd));
   {
     const std::lock_guard lock(mutex_);
+    if (gone_.contains(segment_id) || !alive()) return made;
     const auto [it, fresh] = segments_.emplace(segment_id, made);
     if (!fresh) return it->second;
   }
@@ -351,6 +353,37 @@ std::shared_ptr<PeerSegment> Link::add_segment(std::uint32_t segment_id, Descrip
   };
   engine_.crew.submit_background(Populate{engine_, made});
   return made;
+}
+
+namespace {
+// Unmapping and freeing hundreds of MiB takes milliseconds.
+void let_go(Engine& engine, std::vector<std::shared_ptr<PeerSegment>> segments) {
+  if (!segments.empty()) engine.crew.submit_background([segments = std::move(segments)]() mutable { segments.clear(); });
+}
+}  // namespace
+
+void Link::forget_segment(std::uint32_t segment_id) {
+  std::vector<std::shared_ptr<PeerSegment>> gone;
+  {
+    const std::lock_guard lock(mutex_);
+    constexpr std::size_t most = 1 << 16;
+    if (gone_.size() >= most) gone_.clear();
+    gone_.insert(segment_id);
+    const auto it = segments_.find(segment_id);
+    if (it == segments_.end()) return;
+    gone.push_back(std::move(it->second));
+    segments_.erase(it);
+    std::erase_if(kept_, [&](const auto& one) {
+      const auto& used = one.second->segments;
+      return std::find(used.begin(), used.end(), gone.front()) != used.end();
+    });
+  }
+  let_go(engine_, std::move(gone));
+}
+
+std::vector<std::uint32_t> Link::announced() const {
+  const std::lock_guard lock(mutex_);
+  return {announced_.begin(), announced_.end()};
 }
 
 bool Link::announce(std::uint32_t segment_id) {
@@ -415,6 +448,7 @@ void Link::add_server_lane(const std::shared_ptr<ServerLane>& lane) {
 bool Link::take_down(Outcome reason) {
   std::vector<std::shared_ptr<Operation>> operations;
   std::vector<std::weak_ptr<ServerLane>> server_lanes;
+  std::vector<std::shared_ptr<PeerSegment>> segments;
   {
     const std::lock_guard lock(mutex_);
     if (!alive_.load()) return false;
@@ -424,7 +458,10 @@ bool Link::take_down(Outcome reason) {
       if (auto operation = weak.lock()) operations.push_back(std::move(operation));
     server_lanes.swap(server_lanes_);
     kept_.clear();
+    for (auto& [_, segment] : segments_) segments.push_back(std::move(segment));
+    segments_.clear();
   }
+  let_go(engine_, std::move(segments));
   lanes.close();
   for (auto& weak : server_lanes)
     if (const auto lane = weak.lock()) lane->close();

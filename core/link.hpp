@@ -160,9 +160,11 @@ class Link : public std::enable_shared_from_this<Link> {
 
   std::shared_ptr<PeerSegment> segment(std::uint32_t id) const;
   std::shared_ptr<PeerSegment> add_segment(std::uint32_t id, Descriptor fd);
+  void forget_segment(std::uint32_t id);  // its owner has released it: unmapped when the last copy from it has ended
 
-  bool announce(std::uint32_t segment_id);  // true: this call is the first for it
+  bool announce(std::uint32_t segment_id);  // the peer gets the descriptor. True: this call is the first for it
   void forget_announcement(std::uint32_t segment_id);
+  std::vector<std::uint32_t> announced() const;
 
   std::shared_ptr<const Source> kept(const Target& target);  // nullptr: resolve anew
   void keep(const Target& target, std::shared_ptr<const Source> source);
@@ -177,6 +179,7 @@ class Link : public std::enable_shared_from_this<Link> {
 
   std::atomic<std::uint64_t> pulls{0}, pushes{0}, bytes_pulled{0}, bytes_pushed{0}, failures{0};
   std::atomic<std::int64_t> last_heard_ns{0};
+  std::atomic<bool> needs_tcp{true};  // until a lane has come over the Unix socket
   Spin spin;  // of callers that wait for answers
 
  private:
@@ -187,6 +190,7 @@ class Link : public std::enable_shared_from_this<Link> {
   Outcome death_;
   std::unordered_map<std::uint32_t, std::shared_ptr<PeerSegment>> segments_;
   std::unordered_set<std::uint32_t> announced_;
+  std::unordered_set<std::uint32_t> gone_;  // their descriptors may still be on their way
   std::unordered_map<Target, std::shared_ptr<const Source>, TargetHash> kept_;
   std::unordered_map<Operation*, std::weak_ptr<Operation>> operations_;
   std::vector<std::weak_ptr<ServerLane>> server_lanes_;

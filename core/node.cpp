@@ -56,6 +56,7 @@ void end_all(NodeInner& node) {
   node.engine.crew.stop();
   node.engine.log.close();
   node.unix_listener.reset();
+  node.retired_listeners.clear();
 }
 }  // namespace
 

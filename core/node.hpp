@@ -46,8 +46,8 @@ class Node {
   void stop_listening();
   std::shared_ptr<Link> connect(const std::string& host, std::uint16_t port, Deadline deadline);
   std::vector<std::shared_ptr<Link>> links() const;
-  // Graceful: waits for this side's operations, tells the peer, drops both sides; Error(deadline | cancelled) leaves the
-  // link as it is. Forced: drops this side; operations end after the piece in hand.
+  // Graceful: waits for this side's operations, asks the peer, drops both sides; Error(deadline | cancelled) leaves the link up
+  // on both sides, also if the peer hears of it later. Forced: drops this side; operations end after the piece in hand.
   void unlink(const std::shared_ptr<Link>& link, Deadline deadline, bool force);
   std::optional<std::pair<std::string, std::string>> next_event(std::int64_t timeout_ms);
 

@@ -726,6 +726,11 @@ void Pull::let_go() noexcept {
 }
 
 void Pull::ended() noexcept {
+  // Whoever keeps the ended operation does not keep the peer's memory. One that was given up may still be in the kernel.
+  if (!ask_.resolve_only && !ask_.describe_only && !apart()) {
+    source_.reset();
+    ask_.source.reset();
+  }
   auto& count = result().outcome.ok() ? link_->pulls : link_->failures;
   count.fetch_add(1, std::memory_order_relaxed);
   link_->bytes_pulled.fetch_add(result().bytes, std::memory_order_relaxed);
@@ -757,10 +762,9 @@ std::shared_ptr<Pull> PreparedPull::operation(Deadline deadline) {
   {
     const std::lock_guard lock(mutex_);
     // Out of date: resolved anew, which finds the cache, another of its name, or nothing.
-    if (source_ && link_->stands(*source_)) {
-      ask.source = source_;
-      plan = plan_;
-    }
+    if (source_ && !link_->stands(*source_)) source_.reset(), plan_.reset();
+    ask.source = source_;
+    plan = plan_;
   }
   auto operation = std::make_shared<Pull>(engine_, link_, deadline, std::move(ask));
   if (plan) operation->use_plan(std::move(plan));

@@ -394,7 +394,10 @@ void ServerLane::on_fetch_segment(const Frame& frame) {
   const auto id = in.get<std::uint32_t>();
   if (link_->peer.page)  // a process of the same user on this host
     for (const auto& segment : engine_.registry.segments())
-      if (segment->id() == id) return answer(wire::Writer(wire::Type::segment, frame.header.operation, wire::flag_descriptor).take(), segment->descriptor());
+      if (segment->id() == id) {
+        link_->announce(id);
+        return answer(wire::Writer(wire::Type::segment, frame.header.operation, wire::flag_descriptor).take(), segment->descriptor());
+      }
   throw Error(Kind::not_found, sentence("segment ", id, " does not exist"));
 }
 

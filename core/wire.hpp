@@ -29,7 +29,7 @@ enum class Type : std::uint16_t {
   // before there is a link
   hello = 1, challenge = 2, auth = 3, welcome = 4, refused = 5, lane = 6, local = 7, local_answer = 8,
   // control connection
-  heartbeat = 16, unlink = 17, unlinked = 18,
+  heartbeat = 16, unlink = 17, unlinked = 18, unlink_heard = 19, segment_gone = 20,
   // lanes: requests of the lane's client, answers of its server
   resolve = 32, geometry = 33, pull = 34, piece = 35, ended = 36, push = 37, consume = 38, fetch_segment = 39, segment = 40,
   segment_made = 41,

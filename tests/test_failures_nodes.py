@@ -106,8 +106,11 @@ def test_on_the_calling_thread_too_a_frozen_peer_costs_the_deadline(peers: Peers
         frozen.stop()
         with pytest.raises(kvferry.DeadlineExceeded):
             link.unlink(DEADLINE_MS)
-        assert link.alive  # until the peer hears of it
         frozen.cont()
+        time.sleep(0.1)  # the peer hears of it, too late
+        link.pull("kv", into=mine, timeout_ms=2000)
+        assert link.alive and frozen.call("alive") == [True]
+        link.unlink(2000)
         until(lambda: not link.alive and frozen.call("alive") == [], "the link is down on both sides")
 
 
@@ -180,6 +183,40 @@ def test_one_process_has_sixty_four_links_and_few_threads(peers: Peers) -> None:
             assert (cache.numpy(0) == words(NEW, BLOCKS)).all()
     until(lambda: owner.call("alive") == [], "all of them are gone")
     until(lambda: owner.call("descriptors") <= descriptors, "and their descriptors")
+
+
+@pytest.mark.parametrize("over", ["unix", "tcp"])
+def test_links_go_on_when_their_node_listens_no_more(peers: Peers, over: str) -> None:
+    options: dict[str, Any] = {"transports": ("socket",)} if over == "tcp" else {}
+    other, late = peers(SIDE, options, name="other"), peers(SIDE, name="late")
+    small(other, "kv", "registered", NEW)
+    with kvferry.Node(listen="127.0.0.1:0", **options) as node:
+        address = node.address
+        other.call("link", address)
+        until(lambda: len(node.links) == 1, "the link is up")
+        mine = node.register("kv", mapped((BLOCKS, BLOCK_BYTES // 8)))
+        (link,) = node.links
+        node.stop_listening()
+        for _ in range(20):  # each costs a lane, on this side and on the other
+            with pytest.raises(kvferry.DeadlineExceeded):
+                link.pull("kv", into=mine, timeout_ms=0, transport="socket")
+            ended(other.call_later("move", "pull", "kv", "kv", None, 0.0, "socket"), kvferry.DeadlineExceeded)
+        for _ in range(3):
+            link.pull("kv", into=mine, timeout_ms=2000, transport="socket")
+            link.push(mine, to="kv", timeout_ms=2000, transport="socket")
+            other.call("move", "pull", "kv", "kv", None, time.monotonic() + 2, "socket")
+        assert (mine.numpy(0) == words(NEW, BLOCKS)).all()
+        ended(late.call_later("link", address), kvferry.LinkFailed)
+        link.unlink()
+        until(lambda: can_listen(address), "nobody needs the port any more")
+
+
+def can_listen(address: str) -> bool:
+    try:
+        kvferry.Node(listen=address).close()
+    except kvferry.AddressInUse:
+        return False
+    return True
 
 
 def test_of_links_that_are_unlinked_none_is_left_in_the_list() -> None:
@@ -477,6 +514,37 @@ class Busy(Side):
                 moving.wait()
         with contextlib.suppress(kvferry.DeadlineExceeded):
             link.pull(name, into=mine, timeout_ms=0, transport=transport)
+
+
+@pytest.mark.parametrize("verb", ["pull", "push"])
+def test_memory_that_its_owner_has_freed_is_not_held_by_peers(peers: Peers, verb: str) -> None:
+    options = {"heartbeat_ms": 100}
+    owner, other = peers(SIDE, options | {"pool": 64 << 20}), peers(SIDE, options)
+    other.call("cache", "mine", "registered", BLOCKS, BLOCK_BYTES, OLD)
+    other.call("link", owner.call("address"))
+    until(lambda: owner.call("alive") == [True], "the link is up")
+    for round in range(3):
+        owner.call("cache", "kv", "allocated", BLOCKS, BLOCK_BYTES, NEW)
+        actor, far, near = (other, "kv", "mine") if verb == "pull" else (owner, "mine", "kv")
+        actor.call("move", verb, far, near, None, time.monotonic() + 2, "map")
+        if verb == "pull":
+            other.call("prepare", "kv", "mine", None, "map")
+            other.call("run_prepared", 2000)
+        assert segments_of(other.pid) > 0
+        owner.call("unregister_and_free", "kv")
+        if verb == "pull":
+            ended(other.call_later("run_prepared", 2000), kvferry.CacheNotFound)
+        until(lambda: segments_of(other.pid) == 0, f"it is given back ({round})")
+    assert segments_of(owner.pid) == 0
+
+
+def segments_of(pid: int) -> int:
+    """Mapped, or held open."""
+    lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            lines.append(os.readlink(entry))
+    return sum("kvferry-segment" in line for line in lines)
 
 
 def test_the_leak_test_would_see_a_leak(peers: Peers) -> None:

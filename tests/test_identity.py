@@ -179,12 +179,13 @@ def test_a_peer_restarted_with_its_id_at_its_port_is_linked_to_again(peers: Peer
 
 
 def test_a_restarted_peer_that_links_takes_the_place_of_the_one_that_stands_still(peers: Peers) -> None:
-    owner = peers(SIDE)
+    owner = peers(SIDE, {"heartbeat_ms": 100})
     address = owner.call("address")
-    first, second = (peers(SIDE, {"node_id": 9}, name=name) for name in ("first", "second"))
+    first, second = (peers(SIDE, {"node_id": 9, "heartbeat_ms": 100}, name=name) for name in ("first", "second"))
     first.call("link", address)
     until(lambda: owner.call("alive") == [True], "the first link is up")
     first.stop()
+    time.sleep(0.3)  # more than two heartbeats
     for peer in (owner, second):
         peer.call("cache", "kv", "registered", BLOCKS, BLOCK_BYTES, NEW if peer is owner else OLD)
     second.call("link", address)
@@ -195,6 +196,44 @@ def test_a_restarted_peer_that_links_takes_the_place_of_the_one_that_stands_stil
     goes_down(first, 2.0)
     assert second.call("alive") == [True]
     assert owner.call("move", "push", "kv", "kv", blocks, time.monotonic() + 2, None)[0] == BLOCK_BYTES
+
+
+@pytest.mark.parametrize("over", ["unix", "tcp"])
+def test_two_live_processes_with_one_id_do_not_drive_each_other_out(peers: Peers, over: str) -> None:
+    options: dict[str, Any] = {"transports": ("socket",)} if over == "tcp" else {}
+    owner = peers(SIDE, options)
+    address = owner.call("address")
+    first, second = (peers(SIDE, options | {"node_id": 9}, name=name) for name in ("first", "second"))
+    first.call("link", address)
+    until(lambda: owner.call("alive") == [True], "the first link is up")
+    for _ in range(2):
+        error = ended(second.call_later("link", address), kvferry.AlreadyLinked)
+        assert "itself 9" in str(error) and "node_id" in str(error) and str(first.pid) in str(error)
+    assert first.call("alive") == owner.call("alive") == [True]
+    first.call("link", address)  # who links twice means it
+    until(lambda: owner.call("peer_ids") == [9] and first.call("alive") == [True], "its last link counts")
+    first.kill()
+    until(lambda: owner.call("alive") == [], "the first one is gone")
+    second.call("link", address)
+    assert second.call("alive") == [True]
+
+
+@pytest.mark.parametrize("who", ["one side", "both sides"])
+def test_a_process_that_stood_still_does_not_drop_its_links(peers: Peers, who: str) -> None:
+    options = {"heartbeat_ms": 50, "heartbeat_timeout_ms": 300}
+    still = peers(SIDE, options, name="still")
+    other = peers(SIDE, options | ({"heartbeat_timeout_ms": 10_000} if who == "one side" else {}), name="other")
+    still.call("link", other.call("address"))
+    until(lambda: other.call("alive") == [True], "the link is up")
+    for _ in range(2):
+        stopped = [still] if who == "one side" else [still, other]
+        for peer in stopped:
+            peer.stop()
+        time.sleep(0.8)
+        for peer in stopped:
+            peer.cont()
+        time.sleep(0.2)
+        assert still.call("alive") == other.call("alive") == [True]
 
 
 def test_a_peer_that_is_only_silent_is_lost_after_the_heartbeat_time(peers: Peers) -> None:

@@ -84,8 +84,8 @@ static Result in_vain(Node& node, const std::shared_ptr<Link>& link, const Targe
   return pulled(node, link, target, into, whole(), by_socket, 1);
 }
 
-// A lane that was reset is opened anew, by the side that dialled the link, also if that does not work at once.
-static void lanes_come_back_when_their_listener_does() {
+// Lanes that are reset are opened anew at the port that takes no new links any more, and that is free when nobody needs it.
+static void links_go_on_when_their_listener_takes_no_more() {
   Pair pair(by_socket);
   const auto at = pair.link->peer.endpoint;
   const auto shape = [](std::string name) { return Shape{std::move(name), 4, 64, 32768, 0, Layout::mixed, true}; };
@@ -94,16 +94,40 @@ static void lanes_come_back_when_their_listener_does() {
   CHECK_BY(socket, pulled(*pair.here, pair.link, by_name("far"), *near.cache, whole()));
   pair.there->stop_listening();
   for (int i = 0; i < 8; ++i) in_vain(*pair.there, pair.back, by_name("near"), *far.cache);
-  const auto resets = pair.there->statistics(*pair.back).resets;
-  CHECK(resets > 0);
-  const auto cpu = cpu_seconds();
-  sleep_ms(200);
-  CHECK(cpu_seconds() - cpu < 0.1);  // it does not knock all the time
-  pair.there->listen(at.host, at.port);
+  for (int i = 0; i < 8; ++i) in_vain(*pair.here, pair.link, by_name("far"), *near.cache);
+  CHECK(pair.there->statistics(*pair.back).resets > 0 && pair.here->statistics(*pair.link).resets > 0);
   fill(*near.cache, 7);
   CHECK_BY(socket, pulled(*pair.there, pair.back, by_name("near"), *far.cache, whole()));
-  CHECK(holds_all(*far.cache, 7));
-  CHECK(pair.link->alive() && pair.back->alive());
+  CHECK_BY(socket, pushed(*pair.here, pair.link, *near.cache, by_name("far"), whole()));
+  CHECK(holds_all(*far.cache, 7) && pair.link->alive() && pair.back->alive());
+
+  Node third(options(3, by_socket));
+  CHECK_FAILS(Kind::link_failed, "no new links", third.connect(at.host, at.port, Deadline::after_ms(1000)));
+  CHECK_FAILS(Kind::address_in_use, "", third.listen(at.host, at.port));
+  pair.there->listen(at.host, at.port);  // the node itself may have it again
+  third.connect(at.host, at.port, Deadline::after_ms(1000));
+  pair.there->stop_listening();
+  const auto other = pair.there->listen("127.0.0.1", 0);  // beside the one that the links need
+  third.connect(other.host, other.port, Deadline::after_ms(1000));
+  for (int i = 0; i < 8; ++i) in_vain(*pair.there, pair.back, by_name("near"), *far.cache);
+  CHECK_BY(socket, pulled(*pair.there, pair.back, by_name("near"), *far.cache, whole()));
+  pair.here->unlink(pair.link, Deadline::after_ms(2000), false);
+  for (const auto& link : third.links()) third.unlink(link, Deadline::after_ms(2000), false);
+  CHECK(eventually([&] { return kind_of([&] { third.listen(at.host, at.port); }) == Kind::ok; }));
+}
+
+// Over the Unix socket there is nothing to keep the port for.
+static void a_port_that_links_do_not_need_is_free_at_once() {
+  Pair pair;
+  Owned far(pair.there->registry(), {"far"}), near(pair.here->registry(), {"near"});
+  CHECK_BY(socket, pulled(*pair.here, pair.link, by_name("far"), *near.cache, whole(), by_socket));
+  const auto at = pair.link->peer.endpoint;
+  CHECK(eventually([&] { return pair.back->lanes.open_lanes() == 2; }));
+  pair.there->stop_listening();
+  Node third(options(3));
+  CHECK(eventually([&] { return kind_of([&] { third.listen(at.host, at.port); }) == Kind::ok; }, 1000));
+  CHECK_BY(socket, pulled(*pair.here, pair.link, by_name("far"), *near.cache, whole(), by_socket));
+  CHECK(pair.link->alive());
 }
 
 // The peer takes the connection of a lane and closes it each time.
@@ -217,6 +241,21 @@ static void what_may_have_been_carried_out_is_not_asked_twice() {
   CHECK(receive_some(small.get(), {&byte, 1}) == 0);
 }
 
+// A peer that cannot be reached for a while is knocked at more and more rarely, and has its lanes when it is back.
+static void lanes_come_back_when_their_listener_does() {
+  Lanes lanes;
+  CHECK(eventually([&] { return !lanes.next(LaneUse::small, 50); }, 1000));  // three on which the peer might ask
+  CHECK(lanes.reverse.size() == 3);
+  lanes.listener.listener.reset();
+  lanes.reverse.clear();
+  const auto cpu = cpu_seconds();
+  sleep_ms(200);
+  CHECK(cpu_seconds() - cpu < 0.1);
+  lanes.listener.listener = listen_tcp(lanes.listener.at.host, lanes.listener.at.port);
+  CHECK(eventually([&] { return !lanes.next(LaneUse::small, 500) && lanes.reverse.size() == 3; }));
+  CHECK(lanes.link->alive());
+}
+
 static void a_peer_that_closes_every_lane_is_not_asked_for_ever() {
   Lanes lanes;
   const auto pulling = lanes.pull();
@@ -263,6 +302,8 @@ static void closing_while_linking() {
 int main() {
   linking_fails_with_a_reason_and_in_time();
   a_pair_without_a_local_step_moves_bytes_over_tcp();
+  links_go_on_when_their_listener_takes_no_more();
+  a_port_that_links_do_not_need_is_free_at_once();
   lanes_come_back_when_their_listener_does();
   lanes_that_are_refused_cost_little();
   a_lane_that_was_closed_while_it_lay_idle_costs_no_operation();

@@ -163,6 +163,31 @@ static void a_segment_comes_once() {
   CHECK(alone.link->announce(3));
 }
 
+// Its owner has released it: unmapped as soon as nobody copies from it, and not taken again if its descriptor comes late.
+static void a_segment_that_is_gone_is_let_go() {
+  Alone alone;
+  const Segment owner(1, 4096), other(2, 4096);
+  std::weak_ptr<PeerSegment> gone = alone.link->add_segment(1, duplicate(owner.descriptor()));
+  const std::weak_ptr<PeerSegment> stays = alone.link->add_segment(2, duplicate(other.descriptor()));
+  GuardTable guards(8);
+  alone.link->peer.page = std::make_unique<PeerPage>(guards.page_descriptor(), guards.page().nonce);
+  auto source = std::make_shared<Source>();
+  source->guards = {guards.open()};
+  source->segments = {alone.link->segment(2), alone.link->segment(1)};
+  alone.link->keep(by_id(1), source);
+  alone.link->forget_segment(1);
+  alone.link->forget_segment(7);
+  CHECK(!alone.link->segment(1) && alone.link->segment(2) && !alone.link->kept(by_id(1)));
+  sleep_ms(5);
+  CHECK(!gone.expired());  // a copy is going on
+  source.reset();
+  CHECK(eventually([&] { return gone.expired(); }) && !stays.expired());
+  alone.link->add_segment(1, duplicate(owner.descriptor()));
+  CHECK(!alone.link->segment(1));
+  alone.link->take_down({Kind::peer_lost, "gone", false, true});
+  CHECK(eventually([&] { return stays.expired(); }));  // whoever keeps the link does not keep its peer's memory
+}
+
 // What is kept stands as long as its guards, and, if it was named by name or key, as long as the table's epoch.
 static void a_kept_resolution_goes_with_its_guard_or_epoch() {
   GuardTable owner(8);
@@ -211,6 +236,7 @@ int main() {
   a_peers_segment_is_read_without_touching_it();
   what_is_no_sealed_memory_is_refused();
   a_segment_comes_once();
+  a_segment_that_is_gone_is_let_go();
   a_kept_resolution_goes_with_its_guard_or_epoch();
   transports_are_given_up_one_by_one();
   return TEST_RESULT();

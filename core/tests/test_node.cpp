@@ -254,12 +254,63 @@ static void a_restarted_peer_replaces_its_stale_link() {
   Owned to(frozen.node.registry(), {"to"});
   const auto pull = slow_pull(frozen.node, frozen.link, *to.cache);
   pull->start();
+  sleep_ms(30);  // more than two heartbeats: nobody is there
   Dialler anew(frozen.at, 8, secret);
   CHECK(pull->wait(Deadline::after_ms(1000)) && pull->result().outcome.kind == Kind::peer_lost);
   CHECK(pull->result().outcome.sentence.find("linked anew") != std::string::npos);
   CHECK(!frozen.link->alive() && frozen.node.links().size() == 1);
   Dialler somebody_else(frozen.at, 9, secret);
   CHECK(frozen.node.links().size() == 2);
+}
+
+static void of_two_live_peers_with_one_id_the_second_is_refused() {
+  Node node(Frozen::made(10'000));
+  const auto at = node.listen("127.0.0.1", 0);
+  auto first = std::make_unique<Dialler>(at, 8, secret);
+  CHECK_FAILS(Kind::already_linked, "node_id", Dialler(at, 8, secret));
+  CHECK(node.links().size() == 1 && node.links()[0]->alive());
+  first.reset();  // ended
+  CHECK(eventually([&] { return node.links().empty(); }));
+  Dialler second(at, 8, secret);
+  CHECK(node.links().size() == 1);
+  // One and the same may link as often as it likes; the last link counts.
+  auto made = Frozen::made(10'000);
+  made.node_id = 9;
+  Node twice(made);
+  const auto old = twice.connect(at.host, at.port, Deadline::after_ms(1000));
+  const auto now = twice.connect(at.host, at.port, Deadline::after_ms(1000));
+  CHECK(eventually([&] { return !old->alive(); }) && now->alive());
+}
+
+// A process that stood still for longer than the heartbeat allows reads what was said to it before it calls anybody silent.
+static void who_stood_still_does_not_drop_its_links() {
+  auto mine = options(1), other = options(2);
+  mine.heartbeat_ms = other.heartbeat_ms = 10;
+  mine.heartbeat_timeout_ms = 100;
+  Pair pair(mine, other);
+  for (int i = 0; i < 3; ++i) {
+    std::atomic<bool> awake{false};
+    pair.here->engine().reactor.post([&] { sleep_ms(300), awake = true; });
+    CHECK(eventually([&] { return awake.load(); }));
+    sleep_ms(30);
+    CHECK(pair.link->alive() && pair.back->alive());
+  }
+}
+
+// Asking to unlink commits nobody: who hears of it too late stays linked.
+static void an_unlink_that_came_too_late_changes_nothing() {
+  Pair pair;
+  for (int i = 0; i < 2; ++i) {
+    std::atomic<bool> asleep{false}, awake{false};
+    pair.there->engine().reactor.post([&] { asleep = true, sleep_ms(100), awake = true; });
+    CHECK(eventually([&] { return asleep.load(); }));
+    CHECK_FAILS(Kind::deadline, "stays", pair.here->unlink(pair.link, Deadline::after_ms(30), false));
+    CHECK(eventually([&] { return awake.load(); }));
+    sleep_ms(30);
+    CHECK(pair.link->alive() && pair.back->alive());
+  }
+  pair.here->unlink(pair.link, Deadline::after_ms(2000), false);
+  CHECK(!pair.link->alive() && !pair.back->alive() && pair.back->death().kind == Kind::not_linked && pair.link->death().kind == Kind::not_linked);
 }
 
 // An asynchronous operation goes on when nobody holds it any more, and its link knows when it has ended.
@@ -415,6 +466,9 @@ int main() {
   a_cancelled_operation_ends_soon();
   a_silent_peer_is_lost_after_the_heartbeat_timeout();
   a_restarted_peer_replaces_its_stale_link();
+  of_two_live_peers_with_one_id_the_second_is_refused();
+  who_stood_still_does_not_drop_its_links();
+  an_unlink_that_came_too_late_changes_nothing();
   an_operation_that_was_let_go_ends_by_itself();
   a_notifier_hears_of_every_end();
   statistics_and_events_say_what_happened();

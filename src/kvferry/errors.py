@@ -82,7 +82,7 @@ class NotLinked(KvferryError):
 
 
 class AlreadyLinked(KvferryError):
-    """This node has a link to that peer; use it, or unlink it first."""
+    """Another live node that has this one's ``node_id`` is linked to that peer: give each an id of its own."""
 
     kind = "already_linked"
 

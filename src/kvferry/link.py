@@ -285,8 +285,9 @@ class Link:
 
         ``force``: ends this side at once and does not ask the peer, which sees the link go down.
 
-        :raises KvferryError: the peer did not answer; the link stays, unless ``force`` is used.
-        :raises KeyboardInterrupt: likewise, until the peer answers after all.
+        :raises DeadlineExceeded: operations were still in flight, or the peer did not answer; the link stays up on both
+            sides, also if the peer hears of it later. ``force`` does not need it.
+        :raises KeyboardInterrupt: likewise.
         """
         self._core.unlink(checked_timeout(timeout_ms), truth("force", force))
 

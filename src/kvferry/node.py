@@ -126,7 +126,10 @@ class Node:
         return self._address
 
     def stop_listening(self) -> None:
-        """Takes no new links; those that there are stay. Not listening is fine."""
+        """Takes no new links; those that there are stay, and work as before. Not listening is fine.
+
+        While a link is up whose lanes come over TCP (a peer on another host), its port stays taken, for that link alone.
+        """
         self._core.stop_listening()
         self._address = None
 
@@ -136,6 +139,7 @@ class Node:
         A link that this node had opened to that one before is replaced and goes down.
 
         :raises LinkFailed: nobody answers there. :raises Refused: another secret, version or user.
+        :raises AlreadyLinked: another live node with this one's ``node_id`` is linked to that one.
         :raises DeadlineExceeded: time was up. :raises KeyboardInterrupt: there is no link.
         """
         host, port = parse_address(address)
