@@ -80,7 +80,9 @@ def _measure(bench: Bench, case: Bulk, threads: int) -> Iterator[Row]:
     with ExitStack() as stack:
         pair = stack.enter_context(Pair(setup))
         if one and case.transport == "socket":
-            place(pair, "two cores")  # else the scheduler puts sender and receiver on one core in some rounds and not in others
+            place(
+                pair, "two cores"
+            )  # else the scheduler puts sender and receiver on one core in some rounds and not in others
         ours = pair.push if case.push else pair.pull
         contenders = []
         if bench.kvferry:

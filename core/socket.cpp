@@ -14,8 +14,10 @@
 #include <unistd.h>
 
 #include <memory>
+#include <optional>
 
 #include "interrupt.hpp"
+#include "thread.hpp"
 
 #ifndef SO_PEERPIDFD
 #define SO_PEERPIDFD 77
@@ -27,19 +29,47 @@ namespace {
 constexpr int socket_flags = SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC;
 constexpr std::size_t max_descriptors = 16;  // with one message
 
+constexpr std::int64_t listen_resolve_ms = 10'000;
+
 struct Resolved {
   std::unique_ptr<addrinfo, decltype(&freeaddrinfo)> list{nullptr, freeaddrinfo};
+  int rc = 0;
 };
 
-Resolved resolve_host(const std::string& host, std::uint16_t port, int flags) {
+Resolved resolve_now(const std::string& host, std::uint16_t port, int flags) {
   addrinfo hints{};
   hints.ai_socktype = SOCK_STREAM;
   hints.ai_flags = flags | AI_NUMERICSERV;
   addrinfo* list = nullptr;
-  const int rc = getaddrinfo(host.c_str(), std::to_string(port).c_str(), &hints, &list);
-  if (rc != 0) throw Error(Kind::invalid_argument, "'" + host + "' is not an address: " + gai_strerror(rc));
   Resolved resolved;
-  resolved.list.reset(list);
+  resolved.rc = getaddrinfo(host.c_str(), std::to_string(port).c_str(), &hints, &list);
+  if (resolved.rc == 0) resolved.list.reset(list);
+  return resolved;
+}
+
+// The system's resolver hears no deadline: a name is looked up on a thread of its own, which may outlive the call.
+Resolved resolve_host(const std::string& host, std::uint16_t port, int flags, const Deadline& deadline) {
+  auto resolved = resolve_now(host, port, flags | AI_NUMERICHOST);
+  if (resolved.rc == EAI_NONAME && (flags & AI_NUMERICHOST) == 0) {
+    struct Lookup {
+      std::mutex mutex;
+      std::condition_variable changed;
+      std::optional<Resolved> found;
+    };
+    const auto lookup = std::make_shared<Lookup>();
+    start_thread("kvferry-lookup", [lookup, host, port, flags] {
+      auto found = resolve_now(host, port, flags);
+      const std::lock_guard lock(lookup->mutex);
+      lookup->found = std::move(found);
+      lookup->changed.notify_all();
+    }).detach();
+    std::unique_lock lock(lookup->mutex);
+    if (!wait_on(lookup->changed, lock, deadline, [&] { return lookup->found.has_value(); }))
+      throw Error(Kind::deadline, "the name '" + host + "' was not found in time: does this host's name server answer?");
+    resolved = std::move(*lookup->found);
+  }
+  if (resolved.rc == EAI_AGAIN) throw Error(Kind::link_failed, "the name '" + host + "' cannot be looked up now: " + gai_strerror(resolved.rc));
+  if (resolved.rc != 0) throw Error(Kind::invalid_argument, "'" + host + "' is not an address: " + gai_strerror(resolved.rc));
   return resolved;
 }
 
@@ -100,7 +130,7 @@ std::string Endpoint::text() const {
 }
 
 Descriptor listen_tcp(const std::string& host, std::uint16_t port) {
-  const auto resolved = resolve_host(host, port, AI_PASSIVE);
+  const auto resolved = resolve_host(host, port, AI_PASSIVE, Deadline::after_ms(listen_resolve_ms));
   const addrinfo* first = resolved.list.get();
   Descriptor fd(::socket(first->ai_family, socket_flags, 0));
   if (!fd) throw Error(Kind::busy, std::string("no socket to listen on: ") + std::strerror(errno));
@@ -125,7 +155,7 @@ Descriptor listen_abstract(const std::string& name) {
 }
 
 Descriptor dial_tcp(const std::string& host, std::uint16_t port, const Deadline& deadline) {
-  const auto resolved = resolve_host(host, port, 0);
+  const auto resolved = resolve_host(host, port, 0, deadline);
   const auto where = host + ":" + std::to_string(port);
   std::string last = "no address";
   for (const addrinfo* a = resolved.list.get(); a != nullptr; a = a->ai_next) {
@@ -165,7 +195,7 @@ Descriptor dial_abstract(const std::string& name, const Deadline& deadline) {
 
 Descriptor start_dial_tcp(const std::string& numeric_host, std::uint16_t port) {
   try {
-    const auto resolved = resolve_host(numeric_host, port, AI_NUMERICHOST);
+    const auto resolved = resolve_host(numeric_host, port, AI_NUMERICHOST, Deadline::after_ms(0));
     const addrinfo* a = resolved.list.get();
     Descriptor fd(::socket(a->ai_family, socket_flags, 0));
     if (fd && (::connect(fd.get(), a->ai_addr, a->ai_addrlen) == 0 || errno == EINPROGRESS)) return fd;

@@ -584,3 +584,27 @@ def test_a_layer_push_that_everybody_has_forgotten_holds_up_nobody(peers: Peers)
         until(lambda: node.statistics().slots_open == before, "its guard has ended")
         assert timed(lambda: link.unlink(1000)) < 0.5
         assert timed(node.close) < 0.5
+
+
+LOOKUP = """
+import socket, subprocess, sys, time
+subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
+subprocess.run(["mount", "--bind", sys.argv[1], "/etc/resolv.conf"], check=True)
+silent = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+silent.bind(("127.0.0.1", 53))
+import kvferry
+with kvferry.Node() as node:
+    begun = time.monotonic()
+    try:
+        node.link("nobody.example:7000", timeout_ms=300)
+    except kvferry.DeadlineExceeded as error:
+        print(time.monotonic() - begun < 3, error)
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="a name server of its own takes root")
+def test_a_name_server_that_does_not_answer_costs_the_deadline(tmp_path: Path) -> None:
+    (tmp_path / "resolv.conf").write_text("nameserver 127.0.0.1\n")
+    command = ["unshare", "--mount", "--net", sys.executable, "-c", LOOKUP, str(tmp_path / "resolv.conf")]
+    said = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert said.stdout.startswith("True the name 'nobody.example' was not found in time"), said

@@ -17,7 +17,7 @@ using namespace kvferry::testing;
 
 namespace {
 
-constexpr std::size_t blocks = 16;
+constexpr std::size_t units = 16;
 
 class Held {
  public:
@@ -46,6 +46,7 @@ class Held {
   Held& operator=(const Held&) = delete;
   bool usable() const { return usable_; }
   std::byte* data() const { return data_; }
+  std::size_t bytes() const { return bytes_; }
   void let_go() {
     if (pages_ >= 0) ::close(pages_);
     pages_ = -1;
@@ -62,7 +63,7 @@ std::shared_ptr<Cache> registered(Registry& registry, const Held& memory, std::u
   Geometry geometry;
   geometry.name = "held";
   geometry.unit_bytes = geometry.stride_bytes = unit_bytes;
-  geometry.count = blocks;
+  geometry.count = memory.bytes() / unit_bytes;
   geometry.tensors = {{reinterpret_cast<std::uint64_t>(memory.data()), 0, 0}};
   return registry.add(geometry, host_kind, {});
 }
@@ -84,11 +85,11 @@ void check_given_up(const Result& result) {
 
 void a_destination_that_is_held_is_quarantined(std::uint64_t unit_bytes) {
   Pair pair;
-  Owned source(pair.there->registry(), {"a", 1, blocks, unit_bytes});
+  Owned source(pair.there->registry(), {"a", 1, units, unit_bytes});
   fill(*source.cache, 3);
-  Held memory(blocks * unit_bytes);
+  Held memory(units * unit_bytes);
   const auto mine = registered(pair.here->registry(), memory, unit_bytes);
-  Owned other(pair.here->registry(), {"other", 1, blocks, unit_bytes});
+  Owned other(pair.here->registry(), {"other", 1, units, unit_bytes});
   check_given_up(pulled(*pair.here, pair.link, by_name("a"), *mine, whole(), any_transport, 200));
   CHECK(mine->held.load() == 1);
   CHECK(pulled(*pair.here, pair.link, by_name("a"), *mine, whole()).outcome.kind == Kind::busy);
@@ -103,9 +104,9 @@ void a_destination_that_is_held_is_quarantined(std::uint64_t unit_bytes) {
 
 void so_is_that_of_a_push(std::uint64_t unit_bytes) {
   Pair pair;
-  Owned source(pair.here->registry(), {"a", 1, blocks, unit_bytes});
+  Owned source(pair.here->registry(), {"a", 1, units, unit_bytes});
   fill(*source.cache, 3);
-  Held memory(blocks * unit_bytes);
+  Held memory(units * unit_bytes);
   const auto far = registered(pair.there->registry(), memory, unit_bytes);
   check_given_up(pushed(*pair.here, pair.link, *source.cache, by_name("held"), whole(), any_transport, 200));
   CHECK(eventually([&] { return far->held.load() == 1; }));
@@ -117,10 +118,10 @@ void so_is_that_of_a_push(std::uint64_t unit_bytes) {
 
 void a_source_that_is_held_costs_its_puller_the_deadline(std::uint64_t unit_bytes) {
   Pair pair;
-  Held memory(blocks * unit_bytes);
+  Held memory(units * unit_bytes);
   const auto far = registered(pair.there->registry(), memory, unit_bytes);
-  Owned into(pair.here->registry(), {"into", 1, blocks, unit_bytes});
-  Owned free(pair.there->registry(), {"free", 1, blocks, unit_bytes});
+  Owned into(pair.here->registry(), {"into", 1, units, unit_bytes});
+  Owned free(pair.there->registry(), {"free", 1, units, unit_bytes});
   fill(*free.cache, 5);
   for (int i = 0; i < 5; ++i) {
     const auto result = pulled(*pair.here, pair.link, by_name("held"), *into.cache, whole(), any_transport, 100);
@@ -135,12 +136,12 @@ void a_source_that_is_held_costs_its_puller_the_deadline(std::uint64_t unit_byte
 
 void more_than_may_be_held_at_once_are_refused() {
   Pair pair;
-  Owned source(pair.there->registry(), {"a", 1, blocks, 4096});
-  Held memory(blocks * 4096);
+  Owned source(pair.there->registry(), {"a", 1, units, 4096});
+  Held memory((Crew::apart_at_most + 1) * 4096);
   const auto mine = registered(pair.here->registry(), memory, 4096);
   std::vector<std::shared_ptr<Pull>> pulls;
   for (unsigned i = 0; i < Crew::apart_at_most + 1; ++i) {
-    pulls.push_back(pair.here->pull(pair.link, by_name("a"), mine->geometry.cache_id, whole(), Deadline::after_ms(5000), any_transport));
+    pulls.push_back(pair.here->pull(pair.link, by_name("a"), mine->geometry.cache_id, blocks({0}, {i}), Deadline::after_ms(5000), any_transport));
     pulls.back()->start();
   }
   CHECK(pulls.back()->wait(Deadline::after_ms(5000)) && pulls.back()->result().outcome.kind == Kind::busy);
