@@ -39,8 +39,8 @@ bench: built
 	@$(VENV_PYTHON) benchmarks/transfer.py $(ARGS)
 
 clean:
-	rm -rf .build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
-	rm -f .venv/kvferry-editable.stamp
+	rm -rf .build compat/*/build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -f .venv/*-editable.stamp
 
 distclean: clean
 	rm -rf .venv

@@ -1,10 +1,10 @@
-"""Builds kvferry into ``.venv``, compiling only what changed, and installs the compat packages beside it.
+"""Builds kvferry and the compat package into ``.venv``, compiling only what changed.
 
     .venv/bin/python tools/build.py
 
-kvferry is installed *editable*: Python files are read from ``src/``, so an edit counts at once; the native module
-lies in ``.venv`` and its build tree in ``.build/``, where ninja knows what an edit touches. pip (two or three
-seconds even with nothing to do) is asked only when ``pyproject.toml`` changed. We do not use scikit-build-core's
+Both are installed *editable*: Python files are read from ``src/``, so an edit counts at once; the native modules
+lie in ``.venv`` and their build trees in the projects, where ninja knows what an edit touches. pip (two or three
+seconds even with nothing to do) is asked only when a ``pyproject.toml`` changed. We do not use scikit-build-core's
 rebuild-on-import: a test starts many processes, and each would look at the build tree first.
 """
 
@@ -14,55 +14,62 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from dataclasses import dataclass
 from pathlib import Path
 
 from environment import ROOT, VENV, only_one, pip_install, say, stop
 
-BUILD = ROOT / ".build" / str(sys.implementation.cache_tag)  # `build-dir` of pyproject.toml says the same
-COMPAT = ROOT / "compat" / "llm_datadist"
-DOES_NOT_BUILD = "The native core does not build (the compiler's words are above)."
+DOES_NOT_BUILD = "The native code does not build (the compiler's words are above)."
+
+
+@dataclass(frozen=True)
+class Project:
+    """One distribution with a native module. ``trees``: where its build trees lie; its ``build-dir`` says the same."""
+
+    name: str
+    root: Path
+    trees: Path
+    module: str
+    tests: str  # the target that builds its test programs
+
+    @property
+    def build(self) -> Path:
+        return self.trees / str(sys.implementation.cache_tag)
+
+
+KVFERRY = Project("kvferry", ROOT, ROOT / ".build", "_core", "kvferry_core_tests")
+COMPAT_ROOT = ROOT / "compat" / "llm_datadist"
+COMPAT = Project("llm_datadist", COMPAT_ROOT, COMPAT_ROOT / "build", "_rules", "llm_datadist_tests")
+PROJECTS = (KVFERRY, COMPAT)
 
 
 def main() -> None:
     with only_one("build"):
-        install_or_build()
-        install_compat()
+        for project in PROJECTS:
+            install_or_build(project)
 
 
-def install_or_build() -> None:
-    forget_a_moved_tree()
-    stamp = VENV / "kvferry-editable.stamp"
-    wanted = fingerprint(ROOT / "pyproject.toml")
-    if stamp.exists() and stamp.read_text() == wanted and (BUILD / "build.ninja").exists():
-        cmake("--build", BUILD, "--target", "_core")
-        cmake("--install", BUILD, "--prefix", sysconfig.get_path("platlib"))
+def install_or_build(project: Project) -> None:
+    forget_a_moved_tree(project.build, project)
+    stamp = VENV / f"{project.name}-editable.stamp"
+    wanted = fingerprint(project.root / "pyproject.toml")
+    if stamp.exists() and stamp.read_text() == wanted and (project.build / "build.ninja").exists():
+        cmake("--build", project.build, "--target", project.module)
+        cmake("--install", project.build, "--prefix", sysconfig.get_path("platlib"))
         return
-    say("building kvferry's native core (about a minute the first time)")
+    say(f"building the native code of {project.name}" + (" (about a minute)" if project is KVFERRY else ""))
     stamp.unlink(missing_ok=True)
     tests_too = "--config-settings=cmake.define.KVFERRY_TESTS=ON"  # pip before 23.1 has no -C
-    pip_install(
-        "--no-build-isolation", "--no-deps", tests_too, "-e", ROOT, env=surroundings(), otherwise=DOES_NOT_BUILD
-    )
+    where = ("-e", project.root)
+    pip_install("--no-build-isolation", "--no-deps", tests_too, *where, env=surroundings(), otherwise=DOES_NOT_BUILD)
     stamp.write_text(wanted)
 
 
-def install_compat() -> None:
-    """The vendor-named package, a distribution of its own; editable for the same reason."""
-    if not (COMPAT / "pyproject.toml").exists():
-        return
-    stamp = VENV / "llm-datadist-editable.stamp"
-    wanted = fingerprint(COMPAT / "pyproject.toml")
-    if not (stamp.exists() and stamp.read_text() == wanted):
-        otherwise = "compat/llm_datadist could not be installed (pip's words are above)."
-        pip_install("--no-build-isolation", "--no-deps", "-e", COMPAT, otherwise=otherwise)
-        stamp.write_text(wanted)
-
-
-def forget_a_moved_tree() -> None:
+def forget_a_moved_tree(tree: Path, project: Project) -> None:
     """A build tree copied or moved with its folder still points at the old place."""
-    cache = BUILD / "CMakeCache.txt"
-    if cache.exists() and f"CMAKE_HOME_DIRECTORY:INTERNAL={ROOT}\n" not in cache.read_text():
-        shutil.rmtree(BUILD)
+    cache = tree / "CMakeCache.txt"
+    if cache.exists() and f"CMAKE_HOME_DIRECTORY:INTERNAL={project.root}\n" not in cache.read_text():
+        shutil.rmtree(tree)
 
 
 def cmake(*arguments: "str | Path") -> None:

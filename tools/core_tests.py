@@ -1,4 +1,4 @@
-"""Builds and runs the core's own test programs, plain or under sanitizers.
+"""Builds and runs the test programs of the native code, the core's and the compat package's, plain or under sanitizers.
 
 .venv/bin/python tools/core_tests.py                      # in the build tree that `make test` uses
 .venv/bin/python tools/core_tests.py address thread       # each in a tree of its own, warnings as errors
@@ -6,13 +6,12 @@
 """
 
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
-from build import BUILD, cmake
-from environment import ROOT, VENV, only_one, say, stop
+from build import PROJECTS, Project, cmake, forget_a_moved_tree
+from environment import VENV, only_one, say, stop
 
 SANITIZERS = {"address": "address,undefined", "thread": "thread"}
 RUNTIMES = {"address": "libasan.so", "thread": "libtsan.so"}
@@ -27,13 +26,15 @@ TSAN_RANDOM_BITS = 28  # with more randomised address bits the runtimes of g++ b
 def main(kinds: list[str]) -> None:
     with only_one("build"):
         if not kinds:
-            cmake("--build", BUILD, "--target", "kvferry_core_tests")
-            ctest(BUILD, together=len(os.sched_getaffinity(0)))
+            for project in PROJECTS:
+                cmake("--build", project.build, "--target", project.tests)
+                ctest(project.build, together=len(os.sched_getaffinity(0)))
         for kind in kinds:
             if kind == "strict":
-                say("compiling core and module with warnings as errors")
-                configure("strict", f"-DPython_EXECUTABLE={sys.executable}", f"-Dnanobind_DIR={nanobind_folder()}")
-                cmake("--build", ROOT / ".build" / "strict", "--target", "_core")
+                say("compiling the native code and its modules with warnings as errors")
+                python = (f"-DPython_EXECUTABLE={sys.executable}", f"-Dnanobind_DIR={nanobind_folder()}")
+                for project in PROJECTS:
+                    cmake("--build", configured(project, "strict", *python), "--target", project.module)
             elif kind in SANITIZERS:
                 sanitize(kind)
             else:
@@ -41,20 +42,22 @@ def main(kinds: list[str]) -> None:
 
 
 def sanitize(kind: str) -> None:
-    say(f"core tests under the {SANITIZERS[kind]} sanitizer")
+    say(f"native tests under the {SANITIZERS[kind]} sanitizer")
     need_runtime(kind)
-    configure(kind, "-DKVFERRY_MODULE=OFF", "-DKVFERRY_TESTS=ON", f"-DKVFERRY_SANITIZE={SANITIZERS[kind]}")
-    cmake("--build", ROOT / ".build" / kind, "--target", "kvferry_core_tests")
-    ctest(ROOT / ".build" / kind, prefix=fixed_addresses() if kind == "thread" else [])
+    for project in PROJECTS:
+        how = ("-DKVFERRY_MODULE=OFF", "-DKVFERRY_TESTS=ON", f"-DKVFERRY_SANITIZE={SANITIZERS[kind]}")
+        tree = configured(project, kind, *how)
+        cmake("--build", tree, "--target", project.tests)
+        ctest(tree, prefix=fixed_addresses() if kind == "thread" else [])
 
 
-def configure(name: str, *definitions: str) -> None:
-    tree = ROOT / ".build" / name
-    cache = tree / "CMakeCache.txt"
-    if cache.exists() and f"CMAKE_HOME_DIRECTORY:INTERNAL={ROOT}\n" not in cache.read_text():
-        shutil.rmtree(tree)
+def configured(project: Project, name: str, *definitions: str) -> Path:
+    """A build tree of its own, with warnings as errors."""
+    tree = project.trees / name
+    forget_a_moved_tree(tree, project)
     ninja = f"-DCMAKE_MAKE_PROGRAM={VENV / 'bin' / 'ninja'}"
-    cmake("-S", ROOT, "-B", tree, "-G", "Ninja", ninja, "-DKVFERRY_WERROR=ON", *definitions)
+    cmake("-S", project.root, "-B", tree, "-G", "Ninja", ninja, "-DKVFERRY_WERROR=ON", *definitions)
+    return tree
 
 
 def ctest(tree: Path, prefix: "list[str] | None" = None, together: int = 1) -> None:
@@ -63,7 +66,7 @@ def ctest(tree: Path, prefix: "list[str] | None" = None, together: int = 1) -> N
     command += ["--no-tests=error", f"-j{together}"]
     result = subprocess.run(command, env=OPTIONS | os.environ, check=False)
     if result.returncode:
-        stop("The core's own tests failed (see above).")
+        stop("Tests of the native code failed (see above).")
 
 
 def need_runtime(kind: str) -> None:

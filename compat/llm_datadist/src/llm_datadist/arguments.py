@@ -10,11 +10,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from llm_datadist import _rules
 from llm_datadist.cache import Cache, CacheDesc, MemInfo
 from llm_datadist.data_type import dtype_to_size_bytes
 from llm_datadist.enums import Memtype, Placement
 from llm_datadist.keys import NO_ID, CacheKey
-from llm_datadist.rules import ranges
 from llm_datadist.status import raise_if_false
 from llm_datadist.transfer import LayerSynchronizer, TransferConfig, TransferWithCacheKeyConfig, check_layer_range
 from llm_datadist.utils.utils import (
@@ -32,7 +32,7 @@ def rules_as_exceptions() -> Iterator[None]:
     """A broken pure rule is ``LLM_PARAM_INVALID``."""
     try:
         yield
-    except ranges.RuleError as error:
+    except _rules.RuleError as error:
         raise_if_false(False, "{}", error)
 
 
@@ -42,7 +42,7 @@ def rules_as_exceptions() -> Iterator[None]:
 def geometry(cache_desc: CacheDesc) -> tuple[int, int]:
     """(bytes of one row or block, how many) of each tensor."""
     with rules_as_exceptions():
-        return ranges.unit_geometry(cache_desc.num_tensors, cache_desc.shape, dtype_to_size_bytes[cache_desc.data_type])
+        return _rules.unit_geometry(cache_desc.num_tensors, cache_desc.shape, dtype_to_size_bytes[cache_desc.data_type])
 
 
 def addresses(cache_desc: CacheDesc, addrs: list[int], exact: bool) -> None:
@@ -103,7 +103,7 @@ def pull_layers(kwargs: dict[str, Any], cache: Cache) -> tuple[range | None, ran
             check_uint32(name, layers.stop)
     count = tensors_per_layer(kwargs.get("tensor_num_per_layer", 2))
     with rules_as_exceptions():
-        return *ranges.pull_layers(source, destination, cache.cache_desc.num_tensors, count), count
+        return *_rules.pull_layers(source, destination, cache.cache_desc.num_tensors, count), count
 
 
 def push_layers(
@@ -114,7 +114,7 @@ def push_layers(
     check_layer_range("dst_layer_range", destination)
     count = tensors_per_layer(tensor_num_per_layer)
     with rules_as_exceptions():
-        return *ranges.push_layers(source, destination, cache.cache_desc.num_tensors, count), count
+        return *_rules.push_layers(source, destination, cache.cache_desc.num_tensors, count), count
 
 
 def swap(src_cache: Cache, dst_cache: Cache, src_to_dst: dict[int, int]) -> None:

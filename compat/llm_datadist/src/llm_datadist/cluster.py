@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from llm_datadist._rules import ip_to_int
 from llm_datadist.enums import LLMRole
-from llm_datadist.rules.addresses import ip_to_int
 from llm_datadist.utils.utils import check_isinstance, check_uint16, check_uint64
 
 

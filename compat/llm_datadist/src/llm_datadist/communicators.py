@@ -12,11 +12,9 @@ from collections.abc import Mapping
 from typing import Protocol
 
 import kvferry
-from llm_datadist import rendezvous
+from llm_datadist import _rules, rendezvous
+from llm_datadist._rules import EngineOptions, Member
 from llm_datadist.enums import RegisterMemStatus
-from llm_datadist.rules import status_table
-from llm_datadist.rules.options import EngineOptions
-from llm_datadist.rules.rank_table import Member
 from llm_datadist.status import LLMException, failure
 from llm_datadist.utils.log import get_logger
 
@@ -54,7 +52,7 @@ class Communicators:
         with self._lock:
             self._check_open("link")
             if len(self._by_id) >= MOST:
-                raise failure(status_table.PARAM_INVALID, "link", f"there are {MOST} communicators: unlink one first")
+                raise failure(_rules.PARAM_INVALID, "link", f"there are {MOST} communicators: unlink one first")
             self._last_id += 1
             communicator = self._by_id[self._last_id] = _Communicator(self._engine, self, name, members)
             communicator.thread.start()
@@ -107,13 +105,13 @@ class Communicators:
 
     def _check_open(self, function: str) -> None:
         if self._closed:
-            raise failure(status_table.FAILED, function, "llm datadist was finalized")
+            raise failure(_rules.FAILED, function, "llm datadist was finalized")
 
     def _found(self, function: str, comm_id: int) -> _Communicator:
         try:
             return self._by_id[comm_id]
         except KeyError:
-            raise failure(status_table.NOT_YET_LINK, function, f"there is no communicator {comm_id}") from None
+            raise failure(_rules.NOT_YET_LINK, function, f"there is no communicator {comm_id}") from None
 
 
 class _Communicator:

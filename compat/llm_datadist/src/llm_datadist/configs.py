@@ -1,6 +1,6 @@
 """``LLMConfig``: checked properties, and the option strings that they make.
 
-Knows the name of every option and what may be assigned, not what the engine does with it (``rules.options`` does).
+Knows the name of every option and what may be assigned, not what the engine does with it (the native rules do).
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from llm_datadist.rules.addresses import ip_to_int
+from llm_datadist._rules import ip_to_int
 from llm_datadist.status import raise_if_false
 from llm_datadist.utils.utils import check_dict, check_int32, check_isinstance, check_uint32
 

@@ -16,12 +16,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import kvferry
+from llm_datadist import _rules
+from llm_datadist._rules import EngineOptions, int_to_ip, status_of
 from llm_datadist.communicators import Communicators
 from llm_datadist.rendezvous import LOOPBACK
-from llm_datadist.rules import status_table
-from llm_datadist.rules.addresses import int_to_ip
-from llm_datadist.rules.options import EngineOptions
-from llm_datadist.rules.status_table import status_of
 from llm_datadist.status import LLMException, LLMStatusCode, code_2_status, failure
 from llm_datadist.utils.log import get_logger
 
@@ -83,13 +81,13 @@ class Engine:
     def _look_for_link(self, cluster_id: int, function: str) -> kvferry.Link:
         with self._lock:
             if self.closed:
-                raise failure(status_table.PARAM_INVALID, function, "llm datadist was finalized")
+                raise failure(_rules.PARAM_INVALID, function, "llm datadist was finalized")
             link = self._alive(cluster_id)
             # Two processes of one cluster id may share caches, one process with itself may not.
             if cluster_id == self.cluster_id and (link is None or self._linked_to_itself):
-                raise failure(status_table.PARAM_INVALID, function, f"cluster {cluster_id} is this one")
+                raise failure(_rules.PARAM_INVALID, function, f"cluster {cluster_id} is this one")
             if link is None:
-                raise failure(status_table.NOT_YET_LINK, function, f"there is no link to cluster {cluster_id}")
+                raise failure(_rules.NOT_YET_LINK, function, f"there is no link to cluster {cluster_id}")
             self._links[cluster_id] = link
             return link
 
@@ -124,7 +122,7 @@ class Engine:
                 return self._refuse(function, cluster, f"{len(cluster.local)} local addresses are given, not 1")
             self._has_local_address = True
             if self._is_linked(cluster.cluster_id):
-                return status_table.ALREADY_LINK
+                return _rules.ALREADY_LINK
         ip, port = cluster.remote[0]
         try:
             host = int_to_ip(ip)
@@ -133,7 +131,7 @@ class Engine:
             return self._refuse(function, cluster, error)
         except kvferry.KvferryError as error:
             if error.kind == "already_linked" and self._adopt(cluster.cluster_id):
-                return status_table.SUCCESS
+                return _rules.SUCCESS
             get_logger().error("[%s] cluster %d: %s", function, cluster.cluster_id, error)
             return status_of(error.kind, "link")
         if self._is_of_the_other_mode(link):
@@ -146,9 +144,9 @@ class Engine:
                 # The link bears the id that the peer reports, not the one that was asked for.
                 self._opened[link.peer_id] = self._links[link.peer_id] = link
                 self._linked_to_itself |= link.peer_id == self.cluster_id and self._is_own_address(host, port)
-                return status_table.SUCCESS
+                return _rules.SUCCESS
         link.close()
-        return status_table.ALREADY_LINK
+        return _rules.ALREADY_LINK
 
     def _adopt(self, cluster_id: int) -> bool:
         """With the hixl backend each side links for itself; a link that the peer opened serves both."""
@@ -194,7 +192,7 @@ class Engine:
                 sentence = (
                     f"cluster {link.peer_id} with {link.peer_program} listens at {address}, not cluster {cluster_id}"
                 )
-                raise failure(status_table.PARAM_INVALID, "link", f"{sentence} with {self._program}")
+                raise failure(_rules.PARAM_INVALID, "link", f"{sentence} with {self._program}")
             with self._lock:
                 self._links[cluster_id] = link
 
@@ -228,10 +226,10 @@ class Engine:
             if known is not None and known not in links:
                 links.append(known)
         if not links:
-            return status_table.SUCCESS
+            return _rules.SUCCESS
         if not force and not self.options.hixl and len(cluster.remote) != 1:
             return self._refuse(function, cluster, f"{len(cluster.remote)} remote addresses are given, not 1")
-        code = status_table.SUCCESS
+        code = _rules.SUCCESS
         if not force and not self.options.hixl and any(_was_lost(link) for link in links):
             # The peer did not take leave, so it is told; if it cannot be, the local entry stays until it is forced.
             code = _told(cluster.remote[0], timeout_ms)
@@ -241,7 +239,7 @@ class Engine:
             except kvferry.KvferryError as error:
                 get_logger().error("[%s] cluster %d: %s", function, cluster.cluster_id, error)
                 code = status_of(error.kind, "unlink") or code
-        if code == status_table.SUCCESS:
+        if code == _rules.SUCCESS:
             with self._lock:
                 self._links.pop(cluster.cluster_id, None)
                 self._opened.pop(cluster.cluster_id, None)
@@ -251,7 +249,7 @@ class Engine:
     @staticmethod
     def _refuse(function: str, cluster: Cluster, why: object) -> int:
         get_logger().error("[%s] cluster %d: %s", function, cluster.cluster_id, why)
-        return status_table.PARAM_INVALID
+        return _rules.PARAM_INVALID
 
     # -- role
 
@@ -259,11 +257,11 @@ class Engine:
         """Moves the listener to ``listen``, closes it for None. Nothing has changed if the call raises."""
         function = "switch_role"
         if self.has_links() and not self.options.hixl:
-            raise failure(status_table.EXIST_LINK, function, "there are links; unlink them first")
+            raise failure(_rules.EXIST_LINK, function, "there are links; unlink them first")
         if listen is not None and self._listen is not None and listen[1] == self._listen[1]:
             return
         if self.options.hixl:
-            raise failure(status_table.FEATURE_NOT_ENABLED, function, "the hixl backend keeps its port")
+            raise failure(_rules.FEATURE_NOT_ENABLED, function, "the hixl backend keeps its port")
         before = self._listen
         try:
             self.node.stop_listening()
@@ -314,13 +312,13 @@ def _told(address: tuple[int, int], timeout_ms: int) -> int:
     try:
         socket.create_connection((int_to_ip(address[0]), address[1]), timeout=timeout_ms / 1000).close()
     except ValueError:
-        return status_table.PARAM_INVALID
+        return _rules.PARAM_INVALID
     except TimeoutError:
-        return status_table.TIMEOUT
+        return _rules.TIMEOUT
     except OSError as error:
         get_logger().error("[unlink_clusters] %s:%d: %s; unlink by force", *address, error)
-        return status_table.UNLINK_FAILED
-    return status_table.SUCCESS
+        return _rules.UNLINK_FAILED
+    return _rules.SUCCESS
 
 
 def _listen_at_any_port(node: kvferry.Node, host: str) -> str:

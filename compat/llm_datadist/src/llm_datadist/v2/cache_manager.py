@@ -11,12 +11,11 @@ from typing import Any
 
 import kvferry
 from llm_datadist import arguments, layerwise
+from llm_datadist._rules import EngineOptions, check_blocks_of_row, copied_bytes
 from llm_datadist.cache import Cache
 from llm_datadist.engine import Engine, translated
 from llm_datadist.keys import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex
 from llm_datadist.layerwise import Destination
-from llm_datadist.rules.options import EngineOptions
-from llm_datadist.rules.ranges import blocks_of_row, copied_bytes
 from llm_datadist.status import LLMException, raise_if_false
 from llm_datadist.transfer import CacheTask, LayerSynchronizer, TransferConfig, TransferWithCacheKeyConfig
 from llm_datadist.utils.utils import (
@@ -246,7 +245,7 @@ class CacheManager(CacheTable):
             if lists[1] and not lists[0]:  # rows into blocks
                 block_bytes = dst_block_memory_size or 0
                 with arguments.rules_as_exceptions():
-                    blocks_of_row(src_cache.cache_desc.size, block_bytes, len(lists[1]))
+                    check_blocks_of_row(src_cache.cache_desc.size, block_bytes, len(lists[1]))
         except LLMException as error:  # the engine's refusals are the task's to tell
             return layerwise.refused(len(transfer_configs), error)
         if not lists[1] and src_cache.is_blocks_cache:

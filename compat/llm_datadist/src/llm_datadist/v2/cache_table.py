@@ -12,11 +12,11 @@ from typing import Any
 
 import kvferry
 from llm_datadist import arguments
+from llm_datadist._rules import EngineOptions, Pool
 from llm_datadist.cache import Cache, CacheDesc, MemInfo
 from llm_datadist.engine import Engine, translated
 from llm_datadist.enums import Placement
 from llm_datadist.keys import NO_ID, BlocksCacheKey, CacheKey
-from llm_datadist.rules.options import EngineOptions, Pool
 from llm_datadist.status import LLMStatusCode, failure, raise_if_false
 from llm_datadist.utils.utils import check_int64, check_isinstance
 

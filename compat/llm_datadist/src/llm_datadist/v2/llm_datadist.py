@@ -10,13 +10,12 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import kvferry
+from llm_datadist import _rules
+from llm_datadist._rules import EngineOptions
 from llm_datadist.arguments import rules_as_exceptions
 from llm_datadist.cluster import LLMClusterInfo
 from llm_datadist.engine import Cluster, Engine, translated
 from llm_datadist.enums import LLMRole, RegisterMemStatus
-from llm_datadist.rules import options as rules
-from llm_datadist.rules.options import EngineOptions
-from llm_datadist.rules.rank_table import members as rank_table_members
 from llm_datadist.status import LLMException, LLMStatusCode, failure, raise_if_false
 from llm_datadist.utils.utils import check_dict, check_inner, check_int32, check_isinstance, check_uint32, check_uint64
 from llm_datadist.v2.cache_manager import CacheManager
@@ -26,6 +25,7 @@ EngineConfig = EngineOptions
 _ROLE_NAMES = {LLMRole.PROMPT: "Prompt", LLMRole.DECODER: "Decoder", LLMRole.MIX: "Mix"}
 _MAX_RANKS = 4
 _MAX_NAME = 127
+_OUR_ENVIRONMENT = "KVFERRY_"
 
 
 class LLMDataDist:
@@ -65,15 +65,16 @@ class LLMDataDist:
             LLMDataDist.llm_engine_instance = self
 
     def _parsed(self, options: dict[str, str]) -> EngineOptions:
+        options.keys  # noqa: B018 (None is AttributeError here, as with the vendor)
+        check_dict("options", options, str, str)
+        ours = {name: text for name, text in os.environ.items() if name.startswith(_OUR_ENVIRONMENT)}
         try:
-            options = rules.with_environment(options, os.environ)
-            completed = rules.completed(options, self._role_to_str(self._role))
-            if not rules.is_cache_manager_mode(completed):
+            completed = _rules.completed(_rules.with_environment(options, ours), self._role_to_str(self._role))
+            if not _rules.is_cache_manager_mode(completed):
                 importlib.import_module("llm_datadist_v1")  # the older mode: ModuleNotFoundError
                 raise failure(LLMStatusCode.LLM_FEATURE_NOT_ENABLED, "init", "the older mode is not served here")
-            check_dict("options", completed, str, str)
-            return rules.parse(completed)
-        except rules.OptionError as error:
+            return _rules.parse_options(completed)
+        except _rules.OptionError as error:
             raise failure(LLMStatusCode.LLM_PARAM_INVALID, "init", error) from None
 
     def finalize(self) -> None:
@@ -165,8 +166,8 @@ class LLMDataDist:
             self._cluster_id in cluster_rank_info, "cluster_rank_info must have this cluster, {}", self._cluster_id
         )
         with rules_as_exceptions():
-            members = rank_table_members(rank_table, cluster_rank_info)
-        comm_id = engine.communicators.add(comm_name, members)
+            members = _rules.members_of(rank_table, list(cluster_rank_info.items()))
+        comm_id = engine.communicators.add(comm_name, tuple(members))
         self.cache_manager.set_is_call_linked()
         return comm_id
 
@@ -193,8 +194,8 @@ class LLMDataDist:
         check_isinstance("switch_options", switch_options, dict)
         self._role_to_str(role)
         listen = None
-        if switch_options and rules.LISTEN in switch_options:
-            listen = parse_listen_ip_info(switch_options[rules.LISTEN])
+        if switch_options and _rules.LISTEN in switch_options:
+            listen = parse_listen_ip_info(switch_options[_rules.LISTEN])
         with LLMDataDist._life:
             engine.switch_role(listen)
             self._role = role
