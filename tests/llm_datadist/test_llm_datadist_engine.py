@@ -440,6 +440,25 @@ def test_arguments_of_switch_role(here: Side) -> None:
         here.datadist.switch_role(None)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
+def test_switch_role_of_the_hixl_backend_minds_its_port_and_not_its_links(
+    start_here: Callable[..., Side], start_there: Callable[..., Peer]
+) -> None:
+    here, there = start_here(transfer_backend="hixl"), start_there(transfer_backend="hixl")
+    assert here.link(THERE, there.call("where")) == both(SUCCESS)
+    here.datadist.switch_role(LLMRole.PROMPT, here.options)
+    other = {"llm.listenIpInfo": f"{LOOPBACK}:{free_port()}"}
+    assert status_of(lambda: here.datadist.switch_role(LLMRole.PROMPT, other)) == LLMStatusCode.LLM_FEATURE_NOT_ENABLED
+
+
+def test_our_own_options_may_come_from_the_environment(
+    start_here: Callable[..., Side], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVFERRY_RENDEZVOUS_PORT", "no port")
+    assert status_of(start_here) == INVALID
+    start_here(ge_options={"kvferry.rendezvous_port": "1"})  # what the program says counts more
+
+
 # --- rank tables, the older mode, remapping
 
 

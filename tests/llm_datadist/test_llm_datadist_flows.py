@@ -288,9 +288,11 @@ def test_a_frozen_peer_costs_the_timeout_and_the_link_still_works(
 
 
 @pytest.fixture
-def pooled(start_here: Callable[..., Side], start_there: Callable[..., Peer]) -> tuple[Side, Peer]:
+def pooled(
+    start_here: Callable[..., Side], start_there: Callable[..., Peer], transports: dict[str, Any]
+) -> tuple[Side, Peer]:
     """The other side has a pool and lets its caches be pulled by key."""
-    here, there = start_here(), start_there(mem_pool_cfg='{"memory_size": 1048576}')
+    here, there = start_here(**transports), start_there(mem_pool_cfg='{"memory_size": 1048576}', **transports)
     assert here.link(THERE, there.call("where"))[0] == SUCCESS
     return here, there
 

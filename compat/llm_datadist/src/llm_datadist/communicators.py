@@ -83,13 +83,13 @@ class Communicators:
             self._closed = True
             places = list(self._places.values())
             self._places.clear()
-        for communicator in self._by_id.values():
-            communicator.stopped.set()
+            for communicator in self._by_id.values():
+                communicator.stopped.set()
         for place in places:
             place.close()
 
     def join(self) -> None:
-        for communicator in self._by_id.values():
+        for communicator in list(self._by_id.values()):  # nothing is added any more, and removing finds it closed
             communicator.thread.join(_JOIN_S)
         self._by_id.clear()
 
