@@ -175,13 +175,28 @@ def test_sides_of_different_modes_end_as_failed(
 
 
 @pytest.mark.slow
-def test_a_member_that_is_killed_makes_it_failed_and_may_come_back(
+def test_a_member_that_is_done_at_once_is_not_missed(sides: tuple[Side, Peer]) -> None:
+    here, there = sides
+    for comm in range(1, 21):
+        theirs = there.call_later("link_table", "comm", RANKS, ONE_SERVER)
+        assert here.link_table("comm", RANKS, ONE_SERVER) == comm
+        while here.status(comm) is PREPARING:
+            pass
+        here.unlink_table(comm)
+        assert theirs.result() == comm
+        assert there.call("settled", comm) is OK
+
+
+@pytest.mark.slow
+def test_a_member_that_is_killed_may_come_back(
     start_here: Callable[..., Side], start_there: Callable[..., Peer], meeting: dict[str, Any]
 ) -> None:
     here, there = start_here(**meeting), start_there(**meeting)
     linked(here, there, "comm")
     there.kill()
-    wait_for(lambda: here.status(1) is FAILED)
+    mine = here.register(SHAPE)
+    with pytest.raises(LLMException):
+        here.pull_cache(("request", THERE, 1), mine)
     here.unlink_table(1)
     assert linked(here, start_there(**meeting), "comm") == (2, 1)
 
@@ -240,7 +255,7 @@ def test_strangers_at_the_meeting_place_are_shown_out(sides: tuple[Side, Peer], 
     wait_for(lambda: answers(port))
     silent = [socket.create_connection((LOOPBACK, port), timeout=10) for _ in range(20)]
     lines = [b"GET / HTTP/1.1\r\n\r\n", b"\xff\xfe\n", b"{}\n", b"[1]\n", b"null\n", b"x" * 10_000]
-    lines.append(b'{"llm_datadist": 1, "group": ["comm", [[0, 0], [1, 1]]], "cluster_id": 5, "address": "x"}\n')
+    lines.append(b'{"llm_datadist": 1, "group": ["comm", 0, [[0, 0], [1, 1]]], "cluster_id": 5, "address": "x"}\n')
     for line in lines:
         with socket.create_connection((LOOPBACK, port), timeout=10) as stranger:
             stranger.sendall(line)

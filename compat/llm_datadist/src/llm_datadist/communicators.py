@@ -1,7 +1,7 @@
 """Communicators: links that are built by rank table, in the background, by the number that ``link()`` returned.
 
-A communicator is preparing (its thread meets the other members, then links to those of lower rank and waits for those
-of higher rank), ready, or failed, for good. Several may share one link; it ends with the last of them.
+A communicator is preparing (its thread meets the other members, links to those of lower rank, waits for those of higher
+rank, and meets them all once more), ready, or failed, for good. Several may share one link; it ends with the last of them.
 """
 
 from __future__ import annotations
@@ -59,10 +59,9 @@ class Communicators:
             return self._last_id
 
     def status(self, comm_id: int) -> RegisterMemStatus:
-        """A communicator one of whose links has gone down is failed."""
+        """How the linking went. Ready is for good too: whether the members are still there, transfers say."""
         with self._lock:
-            communicator = self._found("query_register_mem_status", comm_id)
-        return communicator.status()
+            return self._found("query_register_mem_status", comm_id).state
 
     def remove(self, comm_id: int) -> None:
         """Ends one, whatever its state, with those of its links that no other one needs."""
@@ -123,7 +122,7 @@ class _Communicator:
         own = next(number for number, member in enumerate(members) if member.cluster_id == engine.cluster_id)
         self._me, self._lower, self._higher = members[own], members[:own], members[own + 1 :]
         self._until = time.monotonic() + engine.options.link_total_time_s
-        self._state = RegisterMemStatus.PREPARING
+        self.state = RegisterMemStatus.PREPARING
         self.stopped = threading.Event()
         self.thread = threading.Thread(target=self._run, name=f"llm_datadist-link {name}", daemon=True)
 
@@ -131,30 +130,24 @@ class _Communicator:
     def others(self) -> tuple[Member, ...]:
         return self._lower + self._higher
 
-    def status(self) -> RegisterMemStatus:
-        state = self._state
-        if state is RegisterMemStatus.OK and not all(self._engine.is_linked(other.cluster_id) for other in self.others):
-            return RegisterMemStatus.FAILED
-        return state
-
     def _run(self) -> None:
         try:
-            addresses = self._meet()
+            addresses = self._meet(0, self._engine.listening_address(self._me.host))
             for member in self._lower:
                 self._dial(member, addresses[member.cluster_id])
             for member in self._higher:
                 self._await(member)
-            self._state = RegisterMemStatus.OK
+            self._meet(1, "")
+            self.state = RegisterMemStatus.OK
         except Exception as error:  # noqa: BLE001 - the thread's root: whatever this is, the status says failed
-            self._state = RegisterMemStatus.FAILED
+            self.state = RegisterMemStatus.FAILED
             if not self.stopped.is_set():
                 get_logger().error("[link] %s: %s", self._name, error)
 
-    def _meet(self) -> Mapping[int, str]:
+    def _meet(self, step: int, listens: str) -> Mapping[int, str]:
         first = self._members[0]
         where = (first.host or rendezvous.LOOPBACK, self._engine.options.rendezvous_port)
-        group = (self._name, tuple((member.cluster_id, member.rank) for member in self._members))
-        listens = self._engine.listening_address(self._me.host)
+        group = (self._name, step, tuple((member.cluster_id, member.rank) for member in self._members))
         try:
             return rendezvous.meet(
                 where,

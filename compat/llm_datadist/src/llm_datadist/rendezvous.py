@@ -4,6 +4,8 @@ All members go to one *meeting place*: a port that both sides have configured al
 Whichever process of that server comes first opens it and serves every communicator of that server until it is finalized;
 then the next one that needs it does. Each member says which communicator it belongs to, who it is, and where its node
 listens. When all members of a communicator are there, each is told where the others listen, and the place forgets them.
+They come back when they are linked, and are told when all are: else a member that is quick could be done and gone before
+another has seen it.
 The links themselves, with their secrets and checks, are kvferry's; a meeting place only passes addresses on.
 
 One line of JSON each way. Nothing here knows caches, options or links.
@@ -38,7 +40,8 @@ _sockets: WeakSet[socket.socket] = WeakSet()
 _watching_forks = threading.Event()
 
 Address = tuple[str, int]
-Group = tuple[str, tuple[tuple[int, int], ...]]  # a communicator's name, and cluster id and rank of its members
+# A communicator's name, what its members come for (0: addresses, 1: to say that they are linked), their ids and ranks.
+Group = tuple[str, int, tuple[tuple[int, int], ...]]
 
 
 def _own(connection: socket.socket) -> socket.socket:
@@ -149,9 +152,9 @@ class MeetingPlace:
 
     def _introduce(self, group: Group) -> None:
         waiting = self._rooms[group].waiting
-        if not all(waiting.get(cluster_id) for cluster_id, _ in group[1]):
+        if not all(waiting.get(cluster_id) for cluster_id, _ in group[2]):
             return
-        met = [waiting[cluster_id][0] for cluster_id, _ in group[1]]
+        met = [waiting[cluster_id][0] for cluster_id, _ in group[2]]
         answer = json.dumps({str(guest.cluster_id): guest.address for guest in met}).encode() + b"\n"
         for guest in met:
             with contextlib.suppress(OSError):
@@ -218,12 +221,12 @@ def _read_announcement(line: bytes) -> tuple[Group, int, str]:
     said = json.loads(line)
     if said["llm_datadist"] != 1:
         raise ValueError("another version")
-    name, listed = said["group"]
+    name, step, listed = said["group"]
     members: Sequence[tuple[int, int]] = tuple((int(cluster_id), int(rank)) for cluster_id, rank in listed)
     cluster_id = int(said["cluster_id"])
     if cluster_id not in (member for member, _ in members):
         raise ValueError("not a member")
-    return (str(name), tuple(members)), cluster_id, str(said["address"])
+    return (str(name), int(step), tuple(members)), cluster_id, str(said["address"])
 
 
 def _family(host: str) -> socket.AddressFamily:

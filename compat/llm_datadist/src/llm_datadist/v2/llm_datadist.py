@@ -179,7 +179,7 @@ class LLMDataDist:
         engine.communicators.remove(comm_id)
 
     def query_register_mem_status(self, comm_id: int) -> RegisterMemStatus:
-        """``OK`` once all members are linked; ``FAILED`` when time was up, or when a member is gone."""
+        """``OK`` once all members are linked, ``FAILED`` when time was up before; either is for good."""
         engine = self._initialised()
         check_uint64("comm_id", comm_id)
         _needs_tables("query_register_mem_status", engine)
