@@ -70,8 +70,7 @@ void Node::close() {
 }
 
 Engine& Node::engine() {
-  if (generation_ != process_generation())
-    throw Error(Kind::closed, "this node belongs to the parent process and is closed in its forked child: make a node of its own");
+  check_not_forked(generation_);
   if (inner_->closed.load()) throw Error(Kind::closed, "this node is closed");
   return inner_->engine;
 }

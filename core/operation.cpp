@@ -105,8 +105,13 @@ Operation::~Operation() {
 
 Result Operation::run_here() {
   if (go_apart()) {
-    while (!wait(Deadline::after_ms(Interruptible::sleep_ms(Deadline::after_ms(INT32_MAX)))))
-      if (Interruptible::asked()) cancel();
+    // Not wait(), which leaves an operation to go on by itself: this one has to have ended before its caller is told anything.
+    for (std::unique_lock lock(mutex_); !finished_.load();) {
+      changed_.wait_for(lock, std::chrono::milliseconds(Interruptible::sleep_ms(Deadline::after_ms(INT32_MAX))));
+      lock.unlock();
+      if (Interruptible::asked_now_and_then()) cancel();
+      lock.lock();
+    }
     return result_;
   }
   link_->begin(shared_from_this());
@@ -339,16 +344,25 @@ void Operation::conclude(Outcome outcome, std::uint64_t bytes, Transport transpo
 
 bool Operation::wait(const Deadline& until) {
   if (done()) return true;
+  check_not_forked(generation_);
   std::unique_lock lock(mutex_);
   return wait_on(changed_, lock, until, [this] { return finished_.load(); });
 }
 
+void check_not_forked(std::uint32_t generation) {
+  if (generation != process_generation())
+    throw Error(Kind::closed, "this node belongs to the parent process and is closed in its forked child: make a node of its own");
+}
+
 void Operation::cancel() {
+  if (!done()) check_not_forked(generation_);
   cancelled_.store(true, std::memory_order_release);
   schedule();
 }
 
 bool Operation::notify(std::shared_ptr<Notifier> notifier, std::uint64_t token) {
+  if (done()) return false;
+  check_not_forked(generation_);
   const std::lock_guard lock(mutex_);
   if (finished_.load()) return false;
   notifiers_.emplace_back(std::move(notifier), token);

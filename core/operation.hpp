@@ -76,6 +76,10 @@ class Timers {
   std::map<Key, std::weak_ptr<Operation>> entries_;
 };
 
+// Throws Error(closed) in a forked child of the process whose generation that is: what lived there has no threads here, and
+// any of its locks may be held for ever.
+void check_not_forked(std::uint32_t generation);
+
 class Operation : public std::enable_shared_from_this<Operation> {
  public:
   Operation(Engine& engine, std::shared_ptr<Link> link, Deadline deadline, const char* verb);
@@ -92,6 +96,7 @@ class Operation : public std::enable_shared_from_this<Operation> {
   virtual void help() {}  // a copy thread lends a hand
 
   bool done() const noexcept { return finished_.load(std::memory_order_acquire); }
+  // Until it has ended these throw Error(closed) in a forked child.
   bool wait(const Deadline& until);  // true: done; throws Error(cancelled), and it goes on, when the caller wants to be gone
   const Result& result() const noexcept { return result_; }  // once done
   void cancel();
@@ -141,6 +146,7 @@ class Operation : public std::enable_shared_from_this<Operation> {
   std::shared_ptr<Link> link_;
   Deadline deadline_;
   bool apart() const noexcept { return apart_; }
+  std::uint32_t generation() const noexcept { return generation_; }
 
   std::unique_ptr<Lane> lane_;
   bool touched_ = false;  // bytes of the destination may have changed

@@ -146,6 +146,7 @@ LayerPush::LayerPush(Engine& engine, std::shared_ptr<Link> link, PushAsk ask, st
 }
 
 void LayerPush::layer_ready(std::uint32_t layer) {
+  if (!done()) check_not_forked(generation());
   bool known = false;
   {
     const std::lock_guard lock(ready_mutex_);

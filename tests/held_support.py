@@ -8,6 +8,7 @@ import ctypes
 import fcntl
 import mmap
 import os
+import signal
 import struct
 import tempfile
 from typing import Any
@@ -79,6 +80,16 @@ class HeldSide:
 
     def unregister_held(self) -> bool:
         return self.held.unregister()
+
+    def pull_until_interrupted(self, address: str) -> "tuple[str, bool]":
+        """Pulls into what is held, until Ctrl-C; how that ended."""
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        with self.node.link(address) as link:
+            try:
+                link.pull("free", into=self.held, timeout_ms=60_000)
+            except BaseException as error:  # noqa: BLE001 - which one is the question
+                return type(error).__name__, link.alive
+        return "nothing", True
 
     def link_to(self, address: str) -> None:
         self.link = self.node.link(address)

@@ -1,5 +1,6 @@
 """What one bad peer costs the others, and what is left behind: links, descriptors, threads, mappings, children, exits."""
 
+import asyncio
 import contextlib
 import gc
 import os
@@ -271,11 +272,22 @@ def test_a_forked_child_finds_the_node_closed_and_its_parent_does_not_notice(pee
     assert parent.call("alive") == owner.call("alive") == [True]
 
 
+async def awaited(transfer: Any) -> Any:
+    return await transfer
+
+
 CORE_DESCRIPTORS = ("socket:", "anon_inode:[event", "anon_inode:[pidfd", "/memfd:kvferry", "pidfd:")
 
 
 class Forking(Side):
     def fork_and_try_everything(self) -> "dict[str, Any]":
+        self.going_on = self.links[0].push_layers(self.caches["kv"], to="kv", tensors_per_layer=1)
+        try:
+            return self._fork_and_try()
+        finally:
+            self.going_on.cancel()
+
+    def _fork_and_try(self) -> "dict[str, Any]":
         reading, writing = os.pipe()
         child = os.fork()
         if child == 0:
@@ -293,6 +305,11 @@ class Forking(Side):
     def try_everything(self) -> "dict[str, Any]":
         link, cache, node = self.links[0], self.caches["kv"], self.node
         calls = {
+            "wait": lambda: self.going_on.transfer.wait(),
+            "wait a while": lambda: self.going_on.transfer.wait(1000),
+            "await": lambda: asyncio.run(awaited(self.going_on.transfer)),
+            "layer_ready": lambda: self.going_on.layer_ready(0),
+            "cancel": self.going_on.cancel,
             "pull": lambda: link.pull("kv", into=cache),
             "pull_async": lambda: link.pull_async("kv", into=cache),
             "push": lambda: link.push(cache, to="kv"),

@@ -1,6 +1,8 @@
 """Copies that the kernel itself holds: the call ends all the same, nobody else waits, and the memory stays quarantined."""
 
 import asyncio
+import os
+import signal
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -232,6 +234,17 @@ def test_a_window_and_a_node_over_held_memory_say_busy_until_it_is_free(
     memory.array[:] = 9
     time.sleep(0.3)
     assert (memory.array == 9).all()
+
+
+def test_ctrl_c_ends_what_is_held(peers: Peers) -> None:
+    owner, puller = peers(SIDE, 4096), peers(SIDE, 4096)
+    pulling = puller.call_later("pull_until_interrupted", owner.call("address"))
+    time.sleep(0.5)
+    os.kill(puller.pid, signal.SIGINT)
+    assert pulling.result(PATIENCE_S) == ("KeyboardInterrupt", True)
+    with pytest.raises(kvferry.Busy):
+        puller.call("unregister_held")
+    puller.call("let_go")
 
 
 def test_cancelling_what_is_held_ends_it(peers: Peers, held: Any) -> None:
