@@ -52,7 +52,7 @@ std::string try_cma() {
 
 }  // namespace
 
-std::string host_report_brief() {
+std::string why_sockets_only() {
   utsname name{};
   ::uname(&name);
   int major = 0, minor = 0;
@@ -80,7 +80,7 @@ HostReport host_report() {
   }
   report.cma = try_cma();
   report.socket = "ok";
-  if (auto why = host_report_brief(); !why.empty()) report.map = report.cma = std::move(why);
+  if (auto why = why_sockets_only(); !why.empty()) report.map = report.cma = std::move(why);
   return report;
 }
 

@@ -14,6 +14,6 @@ struct HostReport {
 };
 
 HostReport host_report();
-std::string host_report_brief();  // "" where map and cma can work at all, else why not; cheap
+std::string why_sockets_only();  // "" where map and cma can work at all, else why not; cheap
 
 }  // namespace kvferry

@@ -43,13 +43,16 @@ NodeInner::NodeInner(NodeOptions options)
     // One of the copy threads is the caller's own; asynchronous work needs at least one of ours.
     : engine(options, std::max(1u, wanted_threads(options) - 1), wanted_threads(options) - 1, [this](std::int64_t now) { return tick(now); }) {
   threads = std::max(1u, wanted_threads(options) - 1) + 1;
-  if (const auto host = host_report_brief(); !host.empty()) {
+  if (const auto host = why_sockets_only(); !host.empty()) {
     engine.options.transports &= static_cast<unsigned>(Transport::socket);
     if (engine.options.transports == 0) throw Error(Kind::unsupported, host + ", and socket is not among this node's transports");
     engine.log.add("warning", host + ": this node uses sockets alone");
   }
   if (options.attach_any) ::prctl(PR_SET_PTRACER, -1UL, 0, 0, 0);
   engine.registry.window_opened = [this] { engine.reactor.wake(); };
+  engine.registry.memory_released = [this] {
+    if (!released_.exchange(true)) engine.reactor.wake();
+  };
 }
 
 std::shared_ptr<Link> NodeInner::new_link(PeerFacts facts, bool outgoing, const hello::Token& token,
@@ -122,6 +125,13 @@ std::vector<std::shared_ptr<Link>> NodeInner::links() const {
   return all;
 }
 
+std::vector<NodeInner::Up> NodeInner::all_up() const {
+  const std::lock_guard lock(mutex_);
+  std::vector<Up> all;
+  for (const auto& [_, up] : links_) all.push_back(up);
+  return all;
+}
+
 std::int64_t NodeInner::tick(std::int64_t now) {
   std::int64_t next = engine.registry.end_due_windows(now);
   for (const auto& operation : engine.timers.due(now, next)) operation->timer_came();
@@ -131,21 +141,18 @@ std::int64_t NodeInner::tick(std::int64_t now) {
     // After a time in which this process stood still, what peers said meanwhile is not read yet, or they stood still too.
     if (next_heartbeat_ns_ != 0 && now - next_heartbeat_ns_ > engine.options.heartbeat_timeout_ms * 500'000) awake_since_ns_ = now;
     next_heartbeat_ns_ = now + engine.options.heartbeat_ms * 1'000'000;
-    std::vector<Up> all;
-    {
-      const std::lock_guard lock(mutex_);
-      for (const auto& [_, up] : links_) all.push_back(up);
-    }
-    for (const auto& up : all) {
+    for (const auto& up : all_up()) {
       const auto silent_ms = (now - std::max(up.link->last_heard_ns.load(), awake_since_ns_)) / 1'000'000;
       if (silent_ms > engine.options.heartbeat_timeout_ms) {
         take_down(up.link, {Kind::peer_lost, sentence("nothing was heard from ", up.link->label(), " for ", silent_ms, " ms"), false, true});
         continue;
       }
       up.control->heartbeat();
-      tell_of_released_segments(up);
     }
+    released_ = true;  // also what could not be told before
   }
+  if (released_.exchange(false))
+    for (const auto& up : all_up()) tell_of_released_segments(up);
   std::erase_if(expected_, [&](const std::weak_ptr<Incoming>& weak) {
     const auto connection = weak.lock();
     if (!connection) return true;

@@ -95,7 +95,9 @@ class NodeInner : public std::enable_shared_from_this<NodeInner> {
   mutable std::mutex mutex_;
   std::map<std::uint64_t, Up> links_;
   std::uint64_t last_link_ = 0;
+  std::vector<Up> all_up() const;
   void tell_of_released_segments(const Up& up);
+  std::atomic<bool> released_{false};  // memory, to the pool: peers may have to let go of segments
   std::int64_t next_heartbeat_ns_ = 0, awake_since_ns_ = 0;  // control thread
   std::vector<std::weak_ptr<Incoming>> expected_;  // control thread; the oldest first
   std::int64_t listen_again_ns_ = INT64_MAX;       // control thread

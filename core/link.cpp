@@ -355,6 +355,16 @@ std::shared_ptr<PeerSegment> Link::add_segment(std::uint32_t segment_id, Descrip
   return made;
 }
 
+bool Link::take_segment(std::uint32_t segment_id, Descriptor fd) {
+  try {
+    add_segment(segment_id, std::move(fd));
+    return true;
+  } catch (const Error& error) {
+    if (error.outcome().kind == Kind::refused) give_up_map(error.what());  // for want of memory it may go another time
+    return false;
+  }
+}
+
 namespace {
 // Unmapping and freeing hundreds of MiB takes milliseconds.
 void let_go(Engine& engine, std::vector<std::shared_ptr<PeerSegment>> segments) {

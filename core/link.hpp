@@ -160,6 +160,8 @@ class Link : public std::enable_shared_from_this<Link> {
 
   std::shared_ptr<PeerSegment> segment(std::uint32_t id) const;
   std::shared_ptr<PeerSegment> add_segment(std::uint32_t id, Descriptor fd);
+  // The same for what a peer has sent. False: it cannot be mapped, now or (a warning has said why) ever.
+  bool take_segment(std::uint32_t id, Descriptor fd);
   void forget_segment(std::uint32_t id);  // its owner has released it: unmapped when the last copy from it has ended
 
   bool announce(std::uint32_t segment_id);  // the peer gets the descriptor. True: this call is the first for it

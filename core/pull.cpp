@@ -125,11 +125,9 @@ Need Pull::step() {
       case Phase::await_segment:
         if (!await_answer(frame, need)) return need;
         if (frame.header.type == wire::Type::segment && frame.descriptors.size() == 1) {
-          try {
-            link_->add_segment(wanted_segment_, std::move(frame.descriptors[0]));
-          } catch (const Error& error) {
-            link_->give_up_map(error.what());
-          }
+          if (!link_->take_segment(wanted_segment_, std::move(frame.descriptors[0]))) do_without_map();
+        } else if (frame.header.type == wire::Type::segment) {
+          do_without_map();  // this process had no descriptor left for it
         } else if (!source_stands()) {
           give_lane();
           throw Error(gone());  // the segment went with its cache, in the meantime
@@ -261,6 +259,8 @@ void Pull::ask_again(bool harmless, Need& need) {
   phase_ = from;
   need = Need::done;
 }
+
+void Pull::do_without_map() { ask_.transports = link_->transports(ask_.transports) & ~map_bit; }
 
 bool Pull::next_missing_segment() {
   if (!source_->geometry.mappable() || (link_->transports(ask_.transports) & map_bit) == 0) return false;

@@ -61,6 +61,7 @@ class Pull : public Operation {
   bool await_answer(Frame& frame, Need& need);  // one frame on the lane
   void ask_again(bool harmless, Need& need);
   bool next_missing_segment();
+  void do_without_map();  // this time
   void resolved(Frame& frame);
   void make_plan_now();
   void choose_transport();

@@ -391,6 +391,7 @@ bool Registry::finish(const Taken& taken) {
   if (ending_caches_.erase(taken.cache->geometry.cache_id) == 0) return false;
   lock.unlock();
   for (const Place& place : taken.cache->places) pool_->release(place);
+  if (!taken.cache->places.empty() && memory_released) memory_released();
   return true;
 }
 

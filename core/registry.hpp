@@ -140,6 +140,8 @@ class Registry {
 
   // Called (outside the lock) when a window was opened whose end is nearer than any other's, so that somebody wakes up.
   std::function<void()> window_opened;
+  // Called (outside the lock) when memory was given back to the pool, of which whole segments may have gone.
+  std::function<void()> memory_released;
 
  private:
   GuardTable& guards_;

@@ -406,11 +406,7 @@ void ServerLane::on_segment_made(Frame& frame) {
   wire::Reader in(frame.body);
   const auto id = in.get<std::uint32_t>();
   if (!link_->peer.page || frame.descriptors.size() != 1) return;
-  try {
-    link_->add_segment(id, std::move(frame.descriptors[0]));
-  } catch (const Error& error) {
-    link_->give_up_map(error.what());
-  }
+  link_->take_segment(id, std::move(frame.descriptors[0]));
 }
 
 void ServerLane::on_consume(const Frame& frame) {

@@ -535,7 +535,7 @@ class Busy(Side):
 
 @pytest.mark.parametrize("verb", ["pull", "push"])
 def test_memory_that_its_owner_has_freed_is_not_held_by_peers(peers: Peers, verb: str) -> None:
-    options = {"heartbeat_ms": 100}
+    options = {"heartbeat_ms": 60_000, "heartbeat_timeout_ms": 120_000}  # they hear of it at once
     owner, other = peers(SIDE, options | {"pool": 64 << 20}), peers(SIDE, options)
     other.call("cache", "mine", "registered", BLOCKS, BLOCK_BYTES, OLD)
     other.call("link", owner.call("address"))
@@ -553,6 +553,21 @@ def test_memory_that_its_owner_has_freed_is_not_held_by_peers(peers: Peers, verb
             ended(other.call_later("run_prepared", 2000), kvferry.CacheNotFound)
         until(lambda: segments_of(other.pid) == 0, f"it is given back ({round})")
     assert segments_of(owner.pid) == 0
+
+
+def test_for_want_of_a_descriptor_a_pull_goes_without_map_and_the_next_one_with_it(peers: Peers) -> None:
+    owner, other = peers(SIDE, {"pool": 64 << 20}), peers(SIDE)
+    small(owner, "kv", "allocated", NEW)
+    small(owner, "free", "registered", NEW)
+    small(other, "mine", "registered", OLD)
+    other.call("link", owner.call("address"))
+    pull = ("move", "pull", "kv", "mine", None)
+    other.call("move", "pull", "free", "mine", None, time.monotonic() + 2, None)
+    other.call("limit_descriptors", 3)
+    assert other.call(*pull, time.monotonic() + 2, None) == (BLOCKS * BLOCK_BYTES, "cma")
+    assert other.call("first_words", "mine")[:2] == [NEW, NEW + 1]
+    other.call("limit_descriptors", 1024)
+    assert other.call(*pull, time.monotonic() + 2, None) == (BLOCKS * BLOCK_BYTES, "map")
 
 
 def segments_of(pid: int) -> int:
