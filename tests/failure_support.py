@@ -225,7 +225,7 @@ class Side:
         return len(os.listdir("/proc/self/fd"))
 
     def limit_descriptors(self, most: int) -> None:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
 
     def cpu_seconds(self) -> float:
         return time.process_time()
