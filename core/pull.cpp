@@ -260,7 +260,10 @@ void Pull::ask_again(bool harmless, Need& need) {
   need = Need::done;
 }
 
-void Pull::do_without_map() { ask_.transports = link_->transports(ask_.transports) & ~map_bit; }
+void Pull::do_without_map() {
+  ask_.transports = link_->transports(ask_.transports) & ~map_bit;
+  ask_.keep = false;  // the next one asks for the segment again
+}
 
 bool Pull::next_missing_segment() {
   if (!source_->geometry.mappable() || (link_->transports(ask_.transports) & map_bit) == 0) return false;
