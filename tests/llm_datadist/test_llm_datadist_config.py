@@ -188,6 +188,13 @@ def test_the_options_dict_is_one_object_that_only_grows() -> None:
     assert first["llm.listenIpInfo"] == "127.0.0.1:7000"
 
 
+def test_what_is_written_into_ge_options_is_kept() -> None:
+    config = LLMConfig()
+    config.ge_options["llm.LinkTotalTime"] = "5"  # never assigned before
+    assert config.generate_options()["llm.LinkTotalTime"] == "5"
+    assert LLMConfig().ge_options == {}
+
+
 def test_named_properties_overwrite_ge_options() -> None:
     config = LLMConfig()
     config.ge_options = {"ge.exec.deviceId": "7", "ge.flowGraphMemMaxSize": "10"}

@@ -106,6 +106,17 @@ def test_both_sides_call_link_in_either_order(sides: tuple[Side, Peer], rank_tab
     here.pull_cache(("request", THERE, 1), mine)
 
 
+def test_servers_that_are_mere_numbers_meet_at_the_addresses_of_their_devices(sides: tuple[Side, Peer]) -> None:
+    here, there = sides
+    numbered = json.loads(TWO_SERVERS)
+    for number, server in enumerate(numbered["server_list"], 1):
+        server["device"][0]["device_ip"], server["server_id"] = server["server_id"], str(number)
+    assert linked(here, there, "comm", json.dumps(numbered)) == (1, 1)
+    mine = here.register(SHAPE)
+    there.call("register", SHAPE, req_ids=[1])
+    here.pull_cache(("request", THERE, 1), mine)
+
+
 @pytest.mark.slow
 def test_several_are_under_construction_at_a_time_from_many_threads(sides: tuple[Side, Peer]) -> None:
     here, there = sides

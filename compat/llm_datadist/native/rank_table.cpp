@@ -34,17 +34,23 @@ std::int64_t rank_of(const Json& value) {
   return rank;
 }
 
-std::string host_of(const Json& server) {  // host_ip, else server_id
-  for (const char* name : {"host_ip", "server_id"}) {
-    const auto* host = server.find(name);
-    if (host == nullptr || host->kind == Json::Kind::null || (host->kind == Json::Kind::text && host->text.empty())) continue;
-    if (host->kind != Json::Kind::text) broken("rank_table has a server whose ", name, " is no string");
-    return host->text;
-  }
-  return "";
+std::string text_of(const Json& object, const char* name) {  // "" without it
+  const auto* text = object.find(name);
+  if (text == nullptr || text->kind == Json::Kind::null) return "";
+  if (text->kind != Json::Kind::text) broken("rank_table has a ", name, " that is no string");
+  return text->text;
 }
 
-std::map<std::int64_t, std::string> hosts_of(const std::string& rank_table) {
+bool is_number(const std::string& text) {
+  return std::all_of(text.begin(), text.end(), [](char c) { return '0' <= c && c <= '9'; });
+}
+
+struct Place {
+  std::string server;  // what tells servers apart
+  std::string host;    // "" if it is not known
+};
+
+std::map<std::int64_t, Place> places_of(const std::string& rank_table) {
   Json table;
   try {
     table = read_json(rank_table);
@@ -52,28 +58,33 @@ std::map<std::int64_t, std::string> hosts_of(const std::string& rank_table) {
     broken("rank_table is ", error.what());
   }
   if (table.kind != Json::Kind::object) broken("rank_table must be a JSON object");
-  std::map<std::int64_t, std::string> hosts;
+  std::map<std::int64_t, Place> places;
   for (const Json& server : objects(table, "server_list")) {
-    const auto host = host_of(server);
+    const auto id = text_of(server, "server_id"), ip = text_of(server, "host_ip");
+    const auto host = !ip.empty() ? ip : is_number(id) ? "" : id;  // a mere number leads nowhere
     for (const Json& device : objects(server, "device"))
-      if (const auto* rank = device.find("rank_id"); rank != nullptr && rank->kind != Json::Kind::null) hosts[rank_of(*rank)] = host;
+      if (const auto* rank = device.find("rank_id"); rank != nullptr && rank->kind != Json::Kind::null)
+        places[rank_of(*rank)] = {host.empty() ? id : host, host.empty() ? text_of(device, "device_ip") : host};
   }
-  return hosts;
+  return places;
 }
 
 }  // namespace
 
 std::vector<Member> members_of(const std::string& rank_table, const std::vector<std::pair<std::uint64_t, std::uint32_t>>& ranks) {
-  const auto hosts = hosts_of(rank_table);
+  const auto places = places_of(rank_table);
   std::vector<Member> members;
   std::set<std::string> servers;
+  bool all_known = true;
   for (const auto& [cluster_id, rank] : ranks) {
-    const auto found = hosts.find(rank);
-    if (!hosts.empty() && found == hosts.end()) broken("rank ", rank, " of cluster ", cluster_id, " is not in rank_table");
-    members.push_back({cluster_id, rank, hosts.empty() ? "" : found->second});
-    servers.insert(members.back().host);
+    const auto found = places.find(rank);
+    if (!places.empty() && found == places.end()) broken("rank ", rank, " of cluster ", cluster_id, " is not in rank_table");
+    const auto place = places.empty() ? Place{} : found->second;
+    members.push_back({cluster_id, rank, place.host});
+    servers.insert(place.server);
+    all_known = all_known && !place.host.empty();
   }
-  if (servers.size() > 1 && servers.contains("")) broken("rank_table has several servers, and one of them has neither host_ip nor server_id");
+  if (servers.size() > 1 && !all_known) broken("rank_table has several servers, and one of them has no host_ip, no server_id that is an address, and no device_ip");
   for (Member& member : members)
     if (servers.size() == 1) member.host.clear();
   std::sort(members.begin(), members.end(), [](const Member& a, const Member& b) { return std::pair(a.rank, a.cluster_id) < std::pair(b.rank, b.cluster_id); });

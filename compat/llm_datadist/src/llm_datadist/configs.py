@@ -44,8 +44,9 @@ class _Option:
     def __get__(self, config: LlmConfig | None, owner: type) -> Any:
         if config is None:
             return self
-        default = dict(self.default) if isinstance(self.default, dict) else self.default
-        return config._values.get(self.name, default)
+        if isinstance(self.default, dict):  # callers write into what they have read
+            return config._values.setdefault(self.name, dict(self.default))
+        return config._values.get(self.name, self.default)
 
     def __set__(self, config: LlmConfig, value: Any) -> None:
         self.check(self.name, value)
