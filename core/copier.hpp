@@ -37,6 +37,10 @@ bool test_kind_write(std::uint64_t to, const void* from, std::size_t bytes);
 // whose destination will not be read while still in the cache.
 void copy_bytes(void* to, const void* from, std::size_t bytes, bool stream) noexcept;
 
+// The same by the kernel: false where memory is not there, such as a page of a file that has become shorter, where a plain
+// copy would be a SIGBUS.
+bool copy_bytes_by_kernel(void* to, const void* from, std::size_t bytes) noexcept;
+
 // A hint, for scattered runs: the next copy will be this one. Brings its first lines and both address translations near
 // while the current copy is still running (scattered 4 KiB runs: 7.2 -> 9.6 GB/s). Any address is allowed.
 inline void expect_copy(const void* to, const void* from, std::size_t bytes) noexcept {

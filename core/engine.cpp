@@ -49,8 +49,8 @@ void check_mapped(Cache& cache, bool writable, std::atomic<bool>& known) {
       std::snprintf(at, sizeof at, "0x%llx", static_cast<unsigned long long>(mapped.hole));
       throw Error({Kind::invalid_argument,
                    "tensor " + std::to_string(i) + " of " + cache.geometry.label() + " is not " +
-                       (writable ? "writable" : "readable") + " memory (at " + at +
-                       "): register memory that is mapped, and keep it so until it is unregistered",
+                       (writable ? "writable" : "readable") + " memory of the process that registered it (at " + at +
+                       "): it must register memory that is mapped, and keep it so until it is unregistered",
                    false, true},
                   "", cache.geometry.label(), "");
     }

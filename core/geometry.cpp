@@ -252,7 +252,8 @@ bool Geometry::mappable() const noexcept {
 }
 
 std::string Geometry::label() const {
-  return name.empty() ? sentence("cache ", cache_id) : sentence("cache ", cache_id, " '", name, "'");
+  if (cache_id == 0) return shown(name);
+  return name.empty() ? sentence("cache ", cache_id) : sentence("cache ", cache_id, " '", shown(name), "'");
 }
 
 void Geometry::check() const {

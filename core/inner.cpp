@@ -78,8 +78,10 @@ void NodeInner::bring_up(const std::shared_ptr<Link>& link, Descriptor connectio
       up.pidfd_token = engine.reactor.watch(link->peer.pidfd.get(), EPOLLIN, std::make_shared<PeerProcess>(*this, link));
     links_.emplace(link->id, std::move(up));
   }
-  for (const auto& old : stale)
+  for (const auto& old : stale) {
+    if (const auto its_control = control_of(*old)) its_control->say_unlinked();  // in case it is the same peer that links twice
     take_down(old, {Kind::peer_lost, "node " + std::to_string(old->peer.node_id) + " has linked anew: this link is the old one", false, true});
+  }
   control->start(std::move(first));
   const auto [map, cma] = link->reasons();
   engine.log.add("info", "link to " + link->label() + " is up; map: " + (map.empty() ? "ok" : map) + "; cma: " + (cma.empty() ? "ok" : cma));
@@ -330,13 +332,15 @@ bool Control::ask_to_unlink(const Deadline& deadline) {
   if (!heard_) return false;
   leaving_ = true;
   lock.unlock();
-  send(wire::Writer(wire::Type::unlinked, 0).take());
+  say_unlinked();
   lock.lock();
   // By the peer's end. It is decided, so nobody may break off here, and a peer that has just answered takes no time.
   const auto wait_ms = std::min<std::int64_t>(deadline.left_ms(), 1000);
   answered_.wait_for(lock, std::chrono::milliseconds(wait_ms), [this] { return closed_; });
   return true;
 }
+
+void Control::say_unlinked() { send(wire::Writer(wire::Type::unlinked, 0).take()); }
 
 bool Control::leaving() {
   const std::lock_guard lock(mutex_);
@@ -375,7 +379,7 @@ void Control::ready(std::uint32_t) {
           break;
         }
         case wire::Type::unlinked:
-          node_.take_down(link_, {Kind::not_linked, link_->label() + " has unlinked", false, true});
+          node_.take_down(link_, {Kind::not_linked, link_->label() + " has unlinked, or a newer link to it from here has taken the place of this one", false, true});
           return;
         case wire::Type::segment_gone: link_->forget_segment(wire::Reader(frame.body).get<std::uint32_t>()); break;
         default: throw wire::WireError("an unknown frame on the control connection");

@@ -115,6 +115,7 @@ class Control : public Watcher, public std::enable_shared_from_this<Control> {
   void ready(std::uint32_t events) override;
   void heartbeat();
   bool ask_to_unlink(const Deadline& deadline);  // true: the peer has heard, and drops its side. False: nothing has changed
+  void say_unlinked();                           // this side drops the link now
   bool segment_gone(std::uint32_t id);           // false: not now
  private:
   bool send(std::vector<std::uint8_t> frame);  // false: it would have to wait behind too much

@@ -244,10 +244,20 @@ Result Node::copy(const Target& source, const Target& destination, const Moves& 
   e.check_readable(*from);
   e.check_writable(*to);
   const bool within = from == to;
-  const bool streaming = !within && plan.total() >= stream_from_bytes;
+  const bool of_files = from->file_backed.load() || to->file_backed.load();
+  const auto copy_plainly = [&](void* out, const void* in, std::size_t bytes) {
+    if (of_files) return copy_bytes_by_kernel(out, in, bytes);
+    if (within)
+      std::memmove(out, in, bytes);
+    else
+      copy_bytes(out, in, bytes, plan.total() >= stream_from_bytes);
+    return true;
+  };
   std::vector<Guard> guards;
   if (!bare_source) guards.push_back(from->guard);
   if (!within && !bare_destination) guards.push_back(to->guard);
+  Copier* const reader = copier_of(from->kind);
+  Copier* const writer = copier_of(to->kind);
   PlanCursor cursor(plan);
   std::vector<std::byte> staging;
   bool touched = false;
@@ -260,21 +270,21 @@ Result Node::copy(const Target& source, const Target& destination, const Moves& 
       const auto span = cursor.next(within ? from->geometry.unit_bytes : piece_bytes - piece);
       const auto a = from->geometry.tensors[plan.source_first + span.tensor].address + span.source;
       const auto b = to->geometry.tensors[plan.destination_first + span.tensor].address + span.destination;
-      Copier* reader = copier_of(from->kind);
-      Copier* writer = copier_of(to->kind);
+      bool ok;
       if (reader == nullptr && writer == nullptr) {
-        if (within)
-          std::memmove(reinterpret_cast<void*>(b), reinterpret_cast<const void*>(a), span.bytes);
-        else
-          copy_bytes(reinterpret_cast<void*>(b), reinterpret_cast<const void*>(a), span.bytes, streaming);
+        ok = copy_plainly(reinterpret_cast<void*>(b), reinterpret_cast<const void*>(a), span.bytes);
       } else {
         staging.resize(span.bytes);
-        const bool ok = (reader != nullptr ? reader->read(staging.data(), a, span.bytes)
-                                           : (std::memcpy(staging.data(), reinterpret_cast<const void*>(a), span.bytes), true)) &&
-                        (writer != nullptr ? writer->write(b, staging.data(), span.bytes)
-                                           : (std::memcpy(reinterpret_cast<void*>(b), staging.data(), span.bytes), true));
-        if (!ok) throw Error({Kind::invalid_argument, "memory that is not of its kind", true, true}, "", to->geometry.label(), "copy");
+        ok = (reader != nullptr ? reader->read(staging.data(), a, span.bytes)
+                                : copy_plainly(staging.data(), reinterpret_cast<const void*>(a), span.bytes)) &&
+             (writer != nullptr ? writer->write(b, staging.data(), span.bytes)
+                                : copy_plainly(reinterpret_cast<void*>(b), staging.data(), span.bytes));
       }
+      if (!ok)
+        throw Error({Kind::invalid_argument,
+                     sentence("memory of ", from->geometry.label(), " or of ", to->geometry.label(), " is not there, or not of its kind (a file that has become shorter?)"),
+                     true, true},
+                    "", to->geometry.label(), "copy");
       piece += span.bytes;
     }
   }

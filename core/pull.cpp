@@ -73,7 +73,7 @@ Outcome Pull::gone() const {
 }
 
 Outcome Pull::destination_gone() const {
-  return {Kind::not_found, subject() + " was unregistered, or its window closed, while a transfer was writing to it", touched_, true};
+  return {Kind::not_found, subject() + " was unregistered, or its window closed, before this transfer had ended", touched_, true};
 }
 
 unsigned Pull::one_sided() const noexcept { return link_->transports(ask_.transports) & (map_bit | cma_bit); }
@@ -88,9 +88,10 @@ Need Pull::step() {
       case Phase::begin:
         for (const auto& cache : ask_.destination.caches) engine_.check_writable(*cache);
         if (link_->transports(ask_.transports) == 0)
-          throw Error(Kind::unsupported, "no transport is left on the link to " + link_->label() + ": " +
+          throw Error(Kind::unsupported, "none of the transports that are allowed works on the link to " + link_->label() + ": " +
                                              (link_->reasons().first.empty() ? "" : "map: " + link_->reasons().first + "; ") +
-                                             (link_->reasons().second.empty() ? "" : "cma: " + link_->reasons().second));
+                                             (link_->reasons().second.empty() ? "" : "cma: " + link_->reasons().second + "; ") +
+                                             "allow " + (link_->transports(socket_bit) != 0 ? "socket" : "others in both nodes' transports"));
         if (!source_ && ask_.keep && one_sided() != 0) source_ = link_->kept(ask_.target);
         if (source_) {
           phase_ = Phase::plan;
@@ -315,8 +316,9 @@ void Pull::make_plan_now() {
 void Pull::choose_transport() {
   auto usable = link_->transports(ask_.transports);
   // A fault in a file's mapping may take as long as its disk wants, with the copy in the kernel's hands.
-  for (const auto& cache : ask_.destination.caches)
-    if (cache->file_backed.load()) usable &= socket_bit;
+  bool of_files = source_->file_backed;
+  for (const auto& cache : ask_.destination.caches) of_files |= cache->file_backed.load();
+  if (of_files) usable &= socket_bit;
   transport_ = Transport::socket;
   if (source_->geometry.kind == "host") {
     if ((usable & map_bit) != 0 && source_->geometry.mappable()) {
@@ -336,12 +338,14 @@ void Pull::choose_transport() {
           transport_ = Transport::socket;
       }
     }
-    if (transport_ != Transport::map && (usable & cma_bit) != 0 && !source_->file_backed) transport_ = Transport::cma;
+    if (transport_ != Transport::map && (usable & cma_bit) != 0) transport_ = Transport::cma;
   }
+  const bool cma_suits = source_->geometry.kind == "host" && !of_files && link_->transports(cma_bit) != 0;
   if (transport_ == Transport::socket && (usable & socket_bit) == 0)
-    throw Error(Kind::unsupported, ask_.target.label() + " cannot be pulled by the transports that are allowed: it is " +
-                                       source_->geometry.kind + " memory" +
-                                       (source_->geometry.mappable() ? "" : ", owned by its caller") + "; allow socket");
+    throw Error(Kind::unsupported, ask_.target.label() + " cannot be pulled by the transports that are allowed: " +
+                                       (cma_suits ? "it is memory owned by its caller; allow cma or socket"
+                                                  : "it, or where it is to go, is " + source_->geometry.kind +
+                                                        " memory that has to be sent; allow socket"));
   if (transport_ != Transport::socket && ask_.keep && !source_->consume && !ask_.source) link_->keep(ask_.target, source_);
 }
 

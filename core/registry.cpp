@@ -85,7 +85,7 @@ void check_listed_once(std::vector<UnitRun> runs) {
 std::string Target::label() const {
   if (const auto key = key_of(*this)) return key_label(*key);
   switch (by) {
-    case By::name: return sentence("name '", name, "'");
+    case By::name: return sentence("name '", shown(name), "'");
     case By::window: return sentence("window ", hex_of(name));
     case By::addresses: return sentence(addresses.size(), " addresses");
     default: return sentence("cache ", id);
@@ -177,7 +177,7 @@ std::shared_ptr<Cache> Registry::publish(std::shared_ptr<Cache> cache, const std
     throw Error(Kind::invalid_argument, sentence("a name of ", geometry.name.size(), " bytes: ", longest_name, " are allowed"));
   if (!geometry.name.empty()) {
     if (const auto taken = names_.find(geometry.name); taken != names_.end()) {
-      throw Error(Kind::exists, sentence("the name '", geometry.name, "' is taken by cache ", taken->second));
+      throw Error(Kind::exists, sentence("the name '", shown(geometry.name), "' is taken by cache ", taken->second));
     }
   }
   if (cache->allocated) check_fresh_keys_locked(geometry, keys);
@@ -238,14 +238,13 @@ void Registry::bind_keys_locked(Entry& entry, const std::vector<std::optional<Ke
 void Registry::index_tensors_locked(const std::shared_ptr<Cache>& cache) {
   longest_extent_ = std::max(longest_extent_, cache->geometry.tensor_extent());
   for (std::size_t i = 0; i < cache->geometry.tensors.size(); ++i) {
-    tensors_.emplace(cache->geometry.tensors[i].address, std::pair{cache, static_cast<std::uint32_t>(i)});
+    tensors_.emplace(TensorKey{cache->geometry.tensors[i].address, cache->geometry.cache_id, static_cast<std::uint32_t>(i)}, cache);
   }
 }
 
 void Registry::unindex_tensors_locked(const Cache& cache) {
-  for (const TensorPlace& place : cache.geometry.tensors) {
-    auto [it, end] = tensors_.equal_range(place.address);
-    while (it != end) it = it->second.first.get() == &cache ? tensors_.erase(it) : std::next(it);
+  for (std::size_t i = 0; i < cache.geometry.tensors.size(); ++i) {
+    tensors_.erase({cache.geometry.tensors[i].address, cache.geometry.cache_id, static_cast<std::uint32_t>(i)});
   }
 }
 
@@ -480,12 +479,12 @@ Resolved Registry::resolve_window_locked(const Target& target, Access access) co
 std::optional<Registry::ByAddress> Registry::find_address(std::uint64_t address, std::uint64_t bytes) const {
   std::shared_lock lock(mutex_);
   // Extents may overlap (keys and values of one layer interleaved in one array), so the nearest start need not be the one.
-  for (auto it = tensors_.upper_bound(address); it != tensors_.begin();) {
+  for (auto it = tensors_.upper_bound({address, UINT64_MAX, UINT32_MAX}); it != tensors_.begin();) {
     --it;
-    const std::uint64_t offset = address - it->first;
+    const auto& [key, cache] = *it;
+    const std::uint64_t offset = address - key.address;
     if (offset >= longest_extent_) break;
-    const auto& [cache, tensor] = it->second;
-    if (cache->reachable && covers(cache->geometry, offset, bytes)) return ByAddress{cache, tensor, offset};
+    if (cache->reachable && covers(cache->geometry, offset, bytes)) return ByAddress{cache, key.tensor, offset};
   }
   return std::nullopt;
 }

@@ -163,6 +163,11 @@ class Registry {
     std::uint64_t cache_id = 0;
     std::int64_t row = -1;
   };
+  struct TensorKey {  // any number of caches may lie at one address
+    std::uint64_t address = 0, cache_id = 0;
+    std::uint32_t tensor = 0;
+    auto operator<=>(const TensorKey&) const = default;
+  };
   struct Ending {  // a window that is out of the table while somebody may still be inside
     std::shared_ptr<Window> window;
     bool unattended = false;  // nobody waits for it (it ended by time, or was held): end_due_windows() comes back to it
@@ -197,7 +202,7 @@ class Registry {
   std::map<std::uint64_t, Entry> caches_;
   std::unordered_map<std::string, std::uint64_t> names_;
   std::map<Key, Bound> keys_;
-  std::multimap<std::uint64_t, std::pair<std::shared_ptr<Cache>, std::uint32_t>> tensors_;  // by address
+  std::map<TensorKey, std::shared_ptr<Cache>> tensors_;
   std::uint64_t longest_extent_ = 0;
   std::unordered_map<std::string, std::shared_ptr<Window>> windows_;
   std::set<std::pair<std::int64_t, std::string>> due_;  // every window of the table, by its end

@@ -216,7 +216,7 @@ Destination destination_addresses(Engine& engine, const Target& target, const So
   const auto unit_bytes = target.model != 0 ? target.model : source.geometry.unit_bytes;
   const bool by_row = moves.form == Moves::Form::row;
   Geometry composed;
-  composed.name = "addresses";
+  composed.name = "what lies at the addresses given";
   composed.layout = Layout::mixed;
   composed.unit_bytes = unit_bytes;
   composed.stride_bytes = unit_bytes;

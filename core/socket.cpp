@@ -161,6 +161,7 @@ Descriptor dial_tcp(const std::string& host, std::uint16_t port, const Deadline&
   for (const addrinfo* a = resolved.list.get(); a != nullptr; a = a->ai_next) {
     Descriptor fd(::socket(a->ai_family, socket_flags, 0));
     if (!fd) {
+      if (errno == EMFILE || errno == ENFILE) throw Error(Kind::busy, "out of descriptors: no socket to reach " + where + " can be had");
       last = std::strerror(errno);
       continue;
     }

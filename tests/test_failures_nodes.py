@@ -3,9 +3,11 @@
 import asyncio
 import contextlib
 import gc
+import mmap
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -640,3 +642,79 @@ def test_a_name_server_that_does_not_answer_costs_the_deadline(tmp_path: Path) -
     command = ["unshare", "--mount", "--net", sys.executable, "-c", LOOKUP, str(tmp_path / "resolv.conf")]
     said = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert said.stdout.startswith("True the name 'nobody.example' was not found in time"), said
+
+
+@pytest.mark.parametrize("way", ["from it", "into it"])
+def test_a_copy_of_memory_whose_file_has_become_shorter_is_an_error_and_no_crash(peers: Peers, way: str) -> None:
+    side = peers("test_failures_nodes:Alone")
+    error = ended(side.call_later("copy_with_a_short_file", way), kvferry.InvalidArgument)
+    assert "become shorter" in str(error) and error.bytes_touched
+    assert side.call("copy_with_a_whole_file", way)
+
+
+class Alone(Side):
+    def one_more_node(self) -> None:
+        kvferry.Node().close()
+
+    def copy_with_a_short_file(self, way: str) -> None:
+        self._copy(way, short=True)
+
+    def copy_with_a_whole_file(self, way: str) -> bool:
+        return self._copy(way, short=False)
+
+    def _copy(self, way: str, *, short: bool) -> bool:
+        with tempfile.TemporaryFile() as file:
+            os.ftruncate(file.fileno(), 1 << 20)
+            of_file = np.frombuffer(mmap.mmap(file.fileno(), 1 << 20), dtype=np.uint8).reshape(16, 1 << 16)
+            plain = np.full((16, 1 << 16), 7, np.uint8)
+            if not short:
+                of_file[:] = 3
+            with self.node.register("", of_file) as file_cache, self.node.register("", plain) as plain_cache:
+                if short:
+                    os.ftruncate(file.fileno(), 4096)
+                ends = (file_cache, plain_cache) if way == "from it" else (plain_cache, file_cache)
+                self.node.copy(*ends)
+                return bool((of_file == plain).all())
+
+
+def test_any_number_of_caches_may_lie_at_one_address() -> None:
+    """As many as there can be: ending them all took minutes when each was looked for among the others."""
+    memory = np.zeros((4, 16), np.uint8)
+    with kvferry.Node() as node:
+        for _ in range(65_536):
+            node.register("", memory)
+
+
+def test_a_link_whose_place_a_newer_one_has_taken_says_so(peers: Peers) -> None:
+    other = peers(SIDE)
+    small(other, "kv", "registered", NEW)
+    with kvferry.Node() as node:
+        mine = node.register("kv", mapped((BLOCKS, BLOCK_BYTES // 8)))
+        first, second = (node.link(other.call("address")) for _ in range(2))
+        until(lambda: not first.alive, "the first one has ended")
+        with pytest.raises(kvferry.NotLinked, match="a newer link to it from here"):
+            first.pull("kv", into=mine)
+        second.pull("kv", into=mine, timeout_ms=2000)
+
+
+def test_a_process_without_descriptors_says_busy(peers: Peers) -> None:
+    other, side = peers(SIDE), peers("test_failures_nodes:Alone")
+    address = other.call("address")
+    side.call("limit_descriptors", 3)
+    assert "out of descriptors" in str(ended(side.call_later("link", address), kvferry.Busy))
+    assert "out of descriptors" in str(ended(side.call_later("one_more_node"), kvferry.Busy))
+    side.call("limit_descriptors", 1024)
+    side.call("link", address)
+
+
+def test_a_name_stands_in_a_sentence_as_one_short_line() -> None:
+    with kvferry.Node() as node:
+        node.register("two\nlines", np.zeros((2, 8)))
+        with pytest.raises(kvferry.AlreadyExists) as caught:
+            node.register("two\nlines", np.zeros((2, 8)))
+        assert "two\\x0alines" in str(caught.value)
+        long = "é" * 1000
+        node.register(long, np.zeros((2, 8)))
+        with pytest.raises(kvferry.AlreadyExists) as caught:
+            node.register(long, np.zeros((2, 8)))
+        assert len(str(caught.value)) < 300 and "é..." in str(caught.value)

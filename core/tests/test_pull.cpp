@@ -144,7 +144,7 @@ static void what_is_wrong_is_said_before_the_first_byte() {
   CHECK_FAILS(Kind::invalid_argument, "addresses",
               pair.here->pull(pair.link, by_addresses({4096}), into.id(), whole(), Deadline::after_ms(10), any_transport));
   // A cache by map alone, whose memory is its caller's.
-  CHECK_ENDS(Kind::unsupported, "allow socket", pulled(*pair.here, pair.link, by_name("kv"), *into.cache, whole(), by_map));
+  CHECK_ENDS(Kind::unsupported, "allow cma or socket", pulled(*pair.here, pair.link, by_name("kv"), *into.cache, whole(), by_map));
   CHECK_FAILS(Kind::not_found, "", pair.here->describe(pair.link, by_name("none"), Deadline::after_ms(1000)));
   const auto [described, transport] = pair.here->describe(pair.link, by_name("kv"), Deadline::after_ms(1000));
   CHECK(described->geometry.name == "kv" && described->geometry.count == 8 && transport == Transport::cma);
