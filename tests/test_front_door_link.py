@@ -370,6 +370,28 @@ def test_a_cancelled_task_leaves_a_transfer_that_has_ended(ferry: Any) -> None:
         push.wait()
 
 
+def test_a_cancelled_task_cancels_for_all_who_await_unless_it_is_shielded(ferry: Any) -> None:
+    async def one_of_two(wrap: Any) -> kvferry.LayerPush:
+        push: kvferry.LayerPush = ferry.link.push_layers(ferry.mine, to="kv", blocks={0: 0})
+        own, other = (asyncio.ensure_future(awaited(push.transfer, how)) for how in (wrap, lambda awaitable: awaitable))
+        await asyncio.sleep(0.02)
+        own.cancel()
+        await asyncio.wait([own])
+        if not push.done():
+            for layer in range(2):
+                push.layer_ready(layer)
+        await asyncio.wait([other])
+        other.exception()
+        return push
+
+    async def awaited(transfer: kvferry.Transfer, how: Any) -> None:
+        await how(transfer)
+
+    with pytest.raises(kvferry.Cancelled):
+        asyncio.run(one_of_two(lambda awaitable: awaitable)).wait()
+    assert asyncio.run(one_of_two(asyncio.shield)).wait().size_bytes == 4 * BLOCK_BYTES
+
+
 def test_a_wait_that_is_over_leaves_the_operation_going(ferry: Any) -> None:
     push = ferry.link.push_layers(ferry.mine, to="kv", blocks={0: 0}, timeout_ms=2000)
     began = time.monotonic()

@@ -14,6 +14,18 @@ import kvferry
 from kvferry import Addresses, BlocksKey, PoolOptions, PrefixKey, RequestKey
 
 LONG = 10**5000  # has no repr
+
+
+class Refuses:
+    """Says no to every question in its own words."""
+
+    def _no(self, *_: object, **__: object) -> Any:
+        raise RuntimeError("ask somebody else")
+
+    __index__ = __array__ = __iter__ = __len__ = __getitem__ = __int__ = __float__ = __repr__ = __str__ = _no
+    __array_interface__ = __dlpack_device__ = device = property(_no)
+
+
 THINGS: "dict[str, Any]" = {
     "None": None,
     "text": "x",
@@ -40,13 +52,25 @@ THINGS: "dict[str, Any]" = {
     "fractions": np.array([1.5]),
     "words": np.array(["a"]),
     "plane": np.zeros((2, 2)),
+    "no dimensions": np.array(3),
+    "refusal": Refuses(),
     "class": int,
     "complex": 1j,
     "endless": range(2**70),
     "pair": ("a", "b"),
     "function": lambda: 1,
 }
-NEVER = ("fraction", "nan", "infinity", "True", "object", "class", "complex", "function")  # right for (almost) nothing
+NEVER = (
+    "fraction",
+    "nan",
+    "infinity",
+    "True",
+    "object",
+    "refusal",
+    "class",
+    "complex",
+    "function",
+)  # right for (almost) nothing
 OTHERWISE = {"force": ("True",), "reachable": ("True",), "dtype": ("class",)}  # but for these
 
 
@@ -233,6 +257,23 @@ def test_numpys_whole_numbers_are_whole_numbers(ends: Ends) -> None:
         ends.link.pull("rows", into=np.int64(ends.rows.id), row=one, source_row=np.uint8(2), timeout_ms=np.int64(1000))
     ends.link.push(ends.mine, to="kv", blocks={one: np.uint32(0)})
     assert ends.node.cache(np.int16(ends.mine.id)) is ends.mine
+
+
+def test_lists_without_dimensions_are_refused_beside_a_window_too(ends: Ends) -> None:
+    blocks: Any = np.array(3)
+    with ends.far.window(blocks=[0, 1]) as source, ends.far.window(blocks=[0, 1], access="write") as destination:
+        for call in (
+            lambda: ends.link.pull(source, into=ends.mine, blocks=blocks),
+            lambda: ends.link.pull_async(source, into=ends.mine, blocks=blocks),
+            lambda: ends.link.prepare_pull(source, into=ends.mine, blocks=blocks),
+            lambda: ends.link.push(ends.mine, to=destination, blocks=blocks),
+            lambda: ends.link.push_layers(ends.mine, to=destination, blocks=blocks),
+            lambda: ends.mine.window(blocks=blocks),
+            lambda: ends.node.copy(ends.mine, ends.mine, blocks=blocks),
+            lambda: ends.link.pull("kv", into=ends.mine, blocks=(blocks, blocks)),
+        ):
+            with pytest.raises(kvferry.InvalidArgument, match=r"array\(3\)"):
+                call()  # type: ignore[no-untyped-call]
 
 
 def test_another_nodes_cache_is_not_taken_for_the_own_one_of_its_number(ends: Ends) -> None:

@@ -57,6 +57,47 @@ def test_importing_is_light() -> None:
     """)
 
 
+def test_without_a_descriptor_left_the_errors_are_still_kvferrys_own() -> None:
+    ended_well("""
+        import asyncio, os, resource, sys
+        import numpy as np
+        import kvferry
+
+        class Dlpack:
+            def __init__(self, array): self.array = array
+            def __dlpack__(self, **words): return self.array.__dlpack__(**words)
+            def __dlpack_device__(self): return self.array.__dlpack_device__()
+
+        kv = [np.zeros((4, 8), np.float32) for _ in range(2)]
+        far, near = kvferry.Node(listen="127.0.0.1:0"), kvferry.Node()
+        link = near.link(far.address)
+        far.register_addresses("kv", [array.ctypes.data for array in kv], unit_bytes=32, count=4)
+
+        def take_all():
+            resource.setrlimit(resource.RLIMIT_NOFILE, (64, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+            try:
+                while True:
+                    os.open("/dev/null", os.O_RDONLY)
+            except OSError:
+                pass
+
+        async def main():
+            take_all()
+            mine = near.register("mine", [kv[0].copy(), Dlpack(kv[1].copy())])
+            for call in (kvferry.Node, lambda: link.pull("kv", into=mine), mine.numpy):
+                try:
+                    call()
+                except kvferry.KvferryError:
+                    pass
+            try:
+                await link.pull_async("kv", into=mine)
+            except kvferry.KvferryError:
+                pass
+
+        asyncio.run(main())
+    """)
+
+
 def test_everything_promised_is_there() -> None:
     for name in kvferry.__all__:
         assert getattr(kvferry, name).__name__ == name
@@ -287,13 +328,36 @@ def test_a_node_that_is_dropped_closes() -> None:
     address = node.address
     assert address is not None
     node.register("kv", kv())
+    window = node.caches[0].window(blocks=[0])
     dropped = weakref.ref(node)
-    del node
-    gc.collect()
-    assert dropped() is None
+    gc.disable()  # not when the collector comes, but at once
+    try:
+        del node
+        assert dropped() is None
+    finally:
+        gc.enable()
+    assert not window.close()
     assert log_threads() <= before
     with kvferry.Node() as other, pytest.raises(kvferry.LinkFailed):
         other.link(address, timeout_ms=500)
+
+
+def test_a_cache_keeps_its_node_and_its_node_makes_it_anew_when_nobody_held_it(node: kvferry.Node) -> None:
+    held = kvferry.Node().register("held", kv())
+    with held.window(blocks=[0]):
+        assert held.numpy(3).min() == 3
+    assert held.unregister()
+    arrays, first = kv(), node.register("first", kv()).id
+    second = node.register("second", arrays)
+    assert node.cache(second) is second
+    assert [(cache.id, cache.name) for cache in node.caches] == [(first, "first"), (second.id, "second")]
+    number = second.id
+    del second
+    again = node.cache(number)
+    assert (again.name, again.shape, again.addresses[0]) == ("second", (6, 4, 8), arrays[0].ctypes.data)
+    assert again.numpy(0) is arrays[0]
+    assert again.unregister()
+    assert [cache.id for cache in node.caches] == [first]
 
 
 def test_a_taken_port_leaves_nothing_behind() -> None:

@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.errors import InvalidArgument, Unsupported
-from kvferry.options import shown, text
+from kvferry import dlpack
+from kvferry.errors import InvalidArgument, KvferryError, Unsupported
+from kvferry.options import named, shown, text
 
 __all__ = ["Memory", "element", "recognise", "recognise_group", "view", "view_as"]
 
@@ -87,8 +88,20 @@ def recognise(array: Any, cache: str, index: int = 0) -> Memory:
     """Where ``array`` lies and how its units (dim 0) follow each other.
 
     :raises Unsupported: it lies on a device; the sentence names the kind and the way out.
-    :raises InvalidArgument: it is no array, read-only, without dimensions, or its units are not contiguous.
+    :raises InvalidArgument: it is no array, read-only, without dimensions, larger than its own storage, or its units are
+        not contiguous; or asking it where it lies fails, in whatever way.
     """
+    try:
+        return _recognised(array, cache, index)
+    except KvferryError:
+        raise
+    except Exception as error:  # what is asked is somebody else's code, which may raise anything
+        raise _invalid(
+            cache, f"tensor {index}, a {type(array).__name__}, does not say where its memory lies: {shown(error)}"
+        ) from error
+
+
+def _recognised(array: Any, cache: str, index: int) -> Memory:
     _refuse_devices(array, cache, index)
     found = _find(array, cache, index)
     shape = found.shape
@@ -146,7 +159,7 @@ def element(dtype: object) -> tuple[str, int]:
         return name, 2 if name == "bfloat16" else 1
     try:
         known: np.dtype[Any] | None = None if dtype is None else np.dtype(name or dtype)  # type: ignore[call-overload]
-    except (TypeError, ValueError):
+    except Exception:  # noqa: BLE001 - numpy asks whatever it is given, which may refuse in any way
         known = None
     # Numbers only, in this machine's byte order: objects are pointers, which mean nothing in another process.
     if known is None or known.kind not in "biufc" or not known.isnative:
@@ -196,6 +209,8 @@ def _refuse_devices(array: Any, cache: str, index: int) -> None:
     kind = device if isinstance(device, str) else getattr(device, "type", None)
     if isinstance(kind, str) and kind.partition(":")[0].lower() != "cpu":
         raise _elsewhere(cache, index, str(device), "device attribute")
+    if _is_torch(array):
+        _refuse_forms(array, cache, index)
     where = getattr(array, "__dlpack_device__", None)
     if callable(where):
         _refuse_dlpack(where(), cache, index)
@@ -204,17 +219,41 @@ def _refuse_devices(array: Any, cache: str, index: int) -> None:
 
 
 def _refuse_dlpack(device: tuple[int, int], cache: str, index: int) -> None:
-    from kvferry import dlpack
+    elsewhere = dlpack.device_name(device)
+    if elsewhere:
+        raise _elsewhere(cache, index, elsewhere[0], f"DLPack {elsewhere[1]}")
 
-    named = dlpack.device_name(device)
-    if named:
-        raise _elsewhere(cache, index, named[0], f"DLPack {named[1]}")
+
+def _is_torch(array: Any) -> bool:
+    return all(callable(getattr(array, name, None)) for name in ("data_ptr", "stride", "element_size"))
+
+
+def _refuse_forms(tensor: Any, cache: str, index: int) -> None:
+    """The forms of a torch tensor whose bytes are not simply its values, one behind the other."""
+    layout = str(getattr(tensor, "layout", "torch.strided"))
+    if layout != "torch.strided":
+        raise _invalid(
+            cache, f"tensor {index} has the layout {layout}; only strided tensors lie in one piece of memory"
+        )
+    if getattr(tensor, "is_nested", False):
+        raise _invalid(
+            cache,
+            f"tensor {index} is a nested tensor, whose parts differ in shape; register its parts, or a padded copy",
+        )
+    for lazy in ("conj", "neg"):
+        asked = getattr(tensor, f"is_{lazy}", None)
+        if callable(asked) and asked():
+            raise _invalid(
+                cache,
+                f"tensor {index} is a lazy view (is_{lazy}() is True): its values are not what lies in its memory; "
+                f"register tensor.resolve_{lazy}(), which is a copy",
+            )
 
 
 def _find(array: Any, cache: str, index: int) -> _Found:
     if isinstance(array, np.ndarray):
         return _from_numpy(array, cache, index)
-    if all(callable(getattr(array, name, None)) for name in ("data_ptr", "stride", "element_size")):
+    if _is_torch(array):
         return _from_torch(array, cache, index)
     if hasattr(array, "__array_interface__"):
         return _from_numpy(np.asarray(array), cache, index)
@@ -238,28 +277,37 @@ def _from_numpy(array: npt.NDArray[Any], cache: str, index: int) -> _Found:
 
 
 def _from_torch(array: Any, cache: str, index: int) -> _Found:
-    layout = str(getattr(array, "layout", "torch.strided"))
-    if layout != "torch.strided":
-        raise _invalid(
-            cache, f"tensor {index} has the layout {layout}; only strided tensors lie in one piece of memory"
-        )
     itemsize = int(array.element_size())
-    storage = getattr(array, "untyped_storage", None)
-    # The storage too: `tensor.data = other` would free it while its address is still registered.
-    owner = (array, storage()) if callable(storage) else array
-    return _Found(
-        int(array.data_ptr()),
-        tuple(int(length) for length in array.shape),
-        tuple(int(step) * itemsize for step in array.stride()),
-        str(array.dtype).removeprefix("torch."),
-        itemsize,
-        owner,
-    )
+    shape = tuple(int(length) for length in array.shape)
+    strides = tuple(int(step) * itemsize for step in array.stride())
+    address, owner = int(array.data_ptr()), array
+    if callable(getattr(array, "untyped_storage", None)):
+        storage = array.untyped_storage()
+        if 0 not in shape:
+            _check_storage(address, _extent(shape, strides, itemsize), storage, cache, index)
+        # The storage too: `tensor.data = other` would free it while its address is still registered.
+        owner = (array, storage)
+    return _Found(address, shape, strides, str(array.dtype).removeprefix("torch."), itemsize, owner)
+
+
+def _check_storage(address: int, size_bytes: int, storage: Any, cache: str, index: int) -> None:
+    """A storage may have been resized under its tensors, and those of wrapper classes have no memory at all."""
+    first, owned = int(storage.data_ptr()), int(storage.nbytes())
+    if not first or not first <= address <= first + owned - size_bytes:
+        offset = address - first if first <= address else 0
+        raise _invalid(
+            cache,
+            f"tensor {index} needs {size_bytes} bytes from byte {offset} of its storage on, which has "
+            f"{owned if first else 0} (was it resized?); register a tensor that lies in its storage as a whole",
+        )
+
+
+def _extent(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> int:
+    """Bytes from the first element to the end of the last one; strides are in bytes, and torch has no negative ones."""
+    return itemsize + sum((length - 1) * stride for length, stride in zip(shape, strides, strict=True))
 
 
 def _from_dlpack(array: Any, cache: str, index: int) -> _Found:
-    from kvferry import dlpack
-
     capsule = array if type(array).__name__ == "PyCapsule" else _exported(array)
     if not dlpack.is_capsule(capsule):
         raise _invalid(cache, f"tensor {index} is no DLPack capsule, or somebody has taken it over already")
@@ -281,7 +329,7 @@ def _exported(array: Any) -> object:
 
 
 def _invalid(cache: str, sentence: str) -> InvalidArgument:
-    return InvalidArgument(f"cache {cache!r}: {sentence}", cache=cache, operation="register")
+    return InvalidArgument(f"cache {named(cache)}: {sentence}", cache=cache, operation="register")
 
 
 def _read_only(cache: str, index: int) -> InvalidArgument:
@@ -292,7 +340,7 @@ def _read_only(cache: str, index: int) -> InvalidArgument:
 
 def _elsewhere(cache: str, index: int, kind: str, seen: str) -> Unsupported:
     return Unsupported(
-        f"cache {cache!r}: tensor {index} is in memory of kind {kind!r} (seen by its {seen}), and only host memory is "
+        f"cache {named(cache)}: tensor {index} is in memory of kind {shown(kind)} (seen by its {seen}), and only host memory is "
         "moved so far; copy it to the host first (torch: tensor.cpu(), CuPy: cupy.asnumpy) and register the copy",
         cache=cache,
         operation="register",

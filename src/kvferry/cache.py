@@ -14,7 +14,7 @@ import numpy.typing as npt
 from kvferry import arrays
 from kvferry.errors import InvalidArgument, Unsupported
 from kvferry.moves import Units
-from kvferry.options import LARGEST, index, shown
+from kvferry.options import LARGEST, index, named, shown
 from kvferry.windows import Window
 
 if TYPE_CHECKING:
@@ -27,8 +27,14 @@ __all__ = ["Cache"]
 _View = TypeVar("_View")
 
 
+class _Weak:
+    """Lets a class with slots be referred to weakly; dataclasses can say so themselves from Python 3.11 on."""
+
+    __slots__ = ("__weakref__",)
+
+
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
-class Cache:
+class Cache(_Weak):
     """Made by :meth:`kvferry.Node.register`, ``register_addresses`` and ``allocate``; ends by :meth:`unregister`.
 
     ================  ==============================================================================================
@@ -45,7 +51,7 @@ class Cache:
     ``allocated``     True: the memory is the pool's; peers on this host map it
     ================  ==============================================================================================
 
-    The arrays given to ``register`` are kept alive while the cache is registered.
+    The arrays given to ``register`` are kept alive while the cache is registered, and its node while this object is held.
     """
 
     id: int
@@ -121,9 +127,9 @@ class Cache:
         self.unregister()
 
     def __repr__(self) -> str:
-        named = f" {self.name!r}" if self.name else ""
+        name = f" {named(self.name)}" if self.name else ""
         return (
-            f"<Cache {self.id}{named}: {self.tensors} tensors of {self.count} {self.layout} x {self.unit_bytes} bytes>"
+            f"<Cache {self.id}{name}: {self.tensors} tensors of {self.count} {self.layout} x {self.unit_bytes} bytes>"
         )
 
     def _views(self, tensor: int | None, make: Callable[[arrays.Memory], _View]) -> list[_View] | _View:

@@ -1,20 +1,26 @@
 """How an asyncio loop hears that transfers have ended: one eventfd per loop, in that loop's own selector.
 
-Imported when something is awaited for the first time, and only then. An awaiting task that is cancelled cancels its
-transfer and leaves only when that is settled, so that its memory may be reused at once.
+asyncio is imported by what runs in a loop, where it is there already; this module itself with the package, because a
+process that has run out of descriptors can import nothing. An awaiting task that is cancelled cancels its transfer and
+leaves only when that is settled, so that its memory may be reused at once.
 """
 
-import asyncio
 import threading
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 from kvferry import _core
+
+if TYPE_CHECKING:
+    import asyncio
 
 __all__ = ["settled"]
 
 
 async def settled(transfer: _core.Transfer) -> _core.Done:
     """What ``transfer`` ends with, waited for in the running loop."""
+    import asyncio
+
     if not transfer.done():
         completions = _completions_of(asyncio.get_running_loop())
         token = completions.watch(transfer)
@@ -30,7 +36,7 @@ async def settled(transfer: _core.Transfer) -> _core.Done:
 class _Completions:
     """The transfers that one loop waits for; used by that loop's thread alone."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, loop: "asyncio.AbstractEventLoop") -> None:
         self._notifier = _core.Notifier()
         self._waiting: dict[int, asyncio.Future[None] | None] = {}
         self._last = 0
@@ -43,11 +49,15 @@ class _Completions:
         return self._last
 
     async def ended(self, token: int) -> None:
+        import asyncio
+
         if token in self._waiting:
             self._waiting[token] = future = asyncio.get_running_loop().create_future()
             await future
 
     async def ended_whatever_comes(self, token: int) -> None:
+        import asyncio
+
         while token in self._waiting:
             try:
                 await self.ended(token)
@@ -69,7 +79,7 @@ _by_loop: "WeakKeyDictionary[asyncio.AbstractEventLoop, _Completions]" = WeakKey
 _by_loop_lock = threading.Lock()
 
 
-def _completions_of(loop: asyncio.AbstractEventLoop) -> _Completions:
+def _completions_of(loop: "asyncio.AbstractEventLoop") -> _Completions:
     with _by_loop_lock:
         completions = _by_loop.get(loop)
         if completions is None:

@@ -1,11 +1,13 @@
 """What a node has registered: names it to the core and keeps its memory alive for as long as the core may touch it.
 
 Life of an entry: registered or allocated -> let go, after the core has said that nobody's bytes move under it any more.
-Driven by the node. It must not know the node by more than its caches do, because it outlives one that is dropped.
+Driven by the node. A cache keeps its node and not the other way round: what is kept here is how to make it, so that a node
+whose caches nobody holds is dropped, and closed, at once.
 """
 
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
+from weakref import WeakValueDictionary
 
 from kvferry import _core
 from kvferry.arrays import Memory
@@ -27,8 +29,9 @@ class Holdings:
 
     def __init__(self, core: _core.Node) -> None:
         self._core = core
-        self.caches: dict[int, Cache] = {}
         self.memories: dict[int, tuple[Memory, ...]] = {}
+        self._make: dict[int, Callable[[Node], Cache]] = {}
+        self._made: WeakValueDictionary[int, Cache] = WeakValueDictionary()
 
     def register(
         self,
@@ -78,11 +81,20 @@ class Holdings:
     def deallocate(self, cache_id: int) -> bool:
         return self._ended(self._core.deallocate_cache, cache_id)
 
-    def find(self, cache_id: int) -> Cache:
-        try:
-            return self.caches[cache_id]
-        except KeyError:
-            raise CacheNotFound(f"cache {cache_id} is not registered at this node", cache=f"cache {cache_id}") from None
+    def find(self, node: "Node", cache_id: int) -> Cache:
+        """The cache with that id, the same object as long as somebody holds it."""
+        make = self._make.get(cache_id)
+        if make is None:
+            raise CacheNotFound(f"cache {cache_id} is not registered at this node", cache=f"cache {cache_id}")
+        return self._one(node, cache_id, make)
+
+    def all(self, node: "Node") -> list[Cache]:
+        """What is registered, in the order of registration."""
+        return [self._one(node, cache_id, make) for cache_id, make in list(self._make.items())]
+
+    def forget(self) -> None:
+        """The core is closed; the memories are let go by whoever closed it."""
+        self._make.clear()
 
     def _keep(
         self,
@@ -97,22 +109,30 @@ class Holdings:
     ) -> Cache:
         first = memories[0]
         self.memories[cache_id] = memories
-        cache = self.caches[cache_id] = Cache(
-            id=cache_id,
-            name=name,
-            layout=layout,
-            kind=kind,
-            tensors=len(memories),
-            count=first.count,
-            unit_bytes=first.unit_bytes,
-            shape=first.shape,
-            dtype=first.dtype,
-            addresses=tuple(memory.address for memory in memories),
-            allocated=allocated,
-            _memories=memories,
-            _node=node,
-        )
-        return cache
+
+        def make(node: "Node") -> Cache:
+            return Cache(
+                id=cache_id,
+                name=name,
+                layout=layout,
+                kind=kind,
+                tensors=len(memories),
+                count=first.count,
+                unit_bytes=first.unit_bytes,
+                shape=first.shape,
+                dtype=first.dtype,
+                addresses=tuple(memory.address for memory in memories),
+                allocated=allocated,
+                _memories=memories,
+                _node=node,
+            )
+
+        self._make[cache_id] = make
+        return self._one(node, cache_id, make)
+
+    def _one(self, node: "Node", cache_id: int, make: "Callable[[Node], Cache]") -> Cache:
+        cache = self._made.get(cache_id)
+        return self._made.setdefault(cache_id, make(node)) if cache is None else cache
 
     def _ended(self, end: Callable[[int], bool], cache_id: int) -> bool:
         try:
@@ -121,7 +141,7 @@ class Holdings:
             return False  # it ended with the node
         if ended:
             self.memories.pop(cache_id, None)
-            self.caches.pop(cache_id, None)
+            self._make.pop(cache_id, None)
         return ended
 
 

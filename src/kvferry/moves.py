@@ -143,7 +143,7 @@ def is_list(blocks: Any) -> bool:
     """
     if isinstance(blocks, Mapping):
         return False
-    pair = isinstance(blocks, (tuple, np.ndarray)) and len(blocks) == 2
+    pair = (isinstance(blocks, tuple) or (isinstance(blocks, np.ndarray) and blocks.ndim > 0)) and len(blocks) == 2
     return not (pair and all(hasattr(side, "__len__") for side in blocks))
 
 
@@ -216,7 +216,7 @@ def unit_numbers(units: Units) -> Units:
         return units
     if isinstance(units, range) and units and max(units[0], units[-1]) > LARGEST_UNIT:
         raise InvalidArgument(f"{shown(units)} goes beyond {LARGEST_UNIT}, the last number of a block or row")
-    array = np.arange(units.start, units.stop, units.step) if isinstance(units, range) else np.asarray(units)
+    array = np.arange(units.start, units.stop, units.step) if isinstance(units, range) else _as_array(units)
     if array.size == 0 and array.ndim == 1:
         return np.empty(0, np.int64)
     if array.ndim != 1 or array.dtype.kind not in "iu":
@@ -226,3 +226,10 @@ def unit_numbers(units: Units) -> Units:
     if array.dtype == np.uint64 and array.max() > LARGEST_UNIT:  # would come out negative
         raise InvalidArgument(f"{array.max()} is beyond {LARGEST_UNIT}, the last number of a block or row")
     return np.ascontiguousarray(array, dtype=np.int64)
+
+
+def _as_array(units: Any) -> npt.NDArray[Any]:
+    try:
+        return np.asarray(units)
+    except Exception as error:  # numpy asks somebody else's code, which may raise anything
+        raise InvalidArgument(f"{shown(units)} is no list of numbers: numpy makes no array of it") from error

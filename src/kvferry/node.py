@@ -26,6 +26,7 @@ from kvferry.options import (
     PoolOptions,
     checked_timeout,
     format_address,
+    named,
     one_of,
     parse_address,
     pool_options,
@@ -136,7 +137,8 @@ class Node:
     def link(self, address: str, timeout_ms: int = 3000) -> Link:
         """Links to the node that listens at ``address``. Afterwards both sides may pull and push.
 
-        A link that this node had opened to that one before is replaced and goes down.
+        A link that this node had opened to that one before is replaced and goes down, with what is in flight on it: link
+        once and let all threads use that one.
 
         :raises LinkFailed: nobody answers there. :raises Refused: another secret, version or user.
         :raises AlreadyLinked: another live node with this one's ``node_id`` is linked to that one.
@@ -161,7 +163,8 @@ class Node:
         ``keys``: one RequestKey or PrefixKey (or None) per row, or a BlocksKey. The memory is not touched.
 
         :raises Unsupported: an array is not in host memory. :raises AlreadyExists: the name is taken.
-        :raises InvalidArgument: no array, read-only, units not contiguous, or tensors that differ.
+        :raises InvalidArgument: no array, read-only, units not contiguous, larger than its storage, lazily conjugated or
+            negated, or tensors that differ.
         """
         name = text("name", name)
         return self._holdings.register(self, name, layout, "host", recognise_group(tensors, name), keys)
@@ -193,7 +196,7 @@ class Node:
         memories = [Memory.plain(at, shape, "uint8", 1, stride) for at in whole_numbers("addresses", addresses)]
         if not memories:
             raise InvalidArgument(
-                f"cache {name!r}: a cache needs at least one address", cache=name, operation="register"
+                f"cache {named(name)}: a cache needs at least one address", cache=name, operation="register"
             )
         return self._holdings.register(self, name, layout, kind, memories, keys, truth("reachable", reachable))
 
@@ -250,14 +253,14 @@ class Node:
     @property
     def caches(self) -> list[Cache]:
         """What is registered at this node, in the order of registration."""
-        return list(self._holdings.caches.values())
+        return self._holdings.all(self)
 
     def cache(self, cache: Cache | int) -> Cache:
         """The cache with that id.
 
         :raises CacheNotFound: it is not registered here (any more).
         """
-        return self._holdings.find(own_id(cache, self))
+        return self._holdings.find(self, own_id(cache, self))
 
     def open_window(self, cache: Cache | int, units: Units, access: str, ttl_ms: int) -> Window:
         """The same as :meth:`Cache.window`, which says what it is for."""
@@ -325,7 +328,7 @@ class Node:
         """
         self._core.close()
         self._end()
-        self._holdings.caches.clear()
+        self._holdings.forget()
         self._address = None
 
     def __enter__(self) -> "Node":

@@ -20,6 +20,7 @@ LONGEST_MS = 2**31 - 1
 LARGEST_UNIT = 2**32 - 1  # of a block, row, layer or tensor
 LARGEST = 2**64 - 1
 MOST_LISTED = 1 << 20  # tensors, or dimensions
+LONGEST_NAME_SHOWN = 80
 TRANSPORTS = {"map": 1, "cma": 2, "socket": 4}
 LAYOUTS = {"rows": 0, "blocks": 1, "mixed": 2}
 ACCESSES = {"read": 1, "write": 2}
@@ -89,13 +90,22 @@ def shown(value: object) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
+def named(name: str) -> str:
+    """A name as a sentence shows it: in quotes, on one line, at most 80 characters of it.
+
+    >>> print(named("kv"), named("two\\nlines"), named("a" * 81)[-4:])
+    'kv' 'two\\nlines' aa…'
+    """
+    return repr(name if len(name) <= LONGEST_NAME_SHOWN else name[:LONGEST_NAME_SHOWN] + "…")
+
+
 def index(value: Any) -> int | None:
     """``value`` as an int if it is a whole number, numpy's and torch's among them; None for all else, and for bools."""
     if value.__class__ is int:
         return value
     try:
         return None if isinstance(value, bool) else operator.index(value)
-    except TypeError:
+    except Exception:  # noqa: BLE001 - a TypeError from what is no number, and a class may refuse in any way
         return None
 
 
@@ -170,10 +180,14 @@ def transport_bit(transport: str | None) -> int:
 
 def transport_bits(transports: Iterable[str]) -> int:
     """The transports that a node may use, as the core's bits; at least one."""
-    if not isinstance(transports, Iterable):
-        raise InvalidArgument(f"transports={shown(transports)} is no list of words such as ('map', 'cma', 'socket')")
+    try:
+        names = iter((transports,) if isinstance(transports, str) else transports)
+    except Exception as error:  # a TypeError as a rule, and a class may refuse in any way
+        raise InvalidArgument(
+            f"transports={shown(transports)} is no list of words such as ('map', 'cma', 'socket')"
+        ) from error
     bits = 0
-    for name in (transports,) if isinstance(transports, str) else transports:
+    for name in names:
         bits |= one_of("transport", name, TRANSPORTS)
     if not bits:
         raise InvalidArgument("transports=() leaves no way to move a byte; name at least 'socket'")

@@ -7,6 +7,7 @@ from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
 
 from kvferry import _core
+from kvferry.completion import settled
 from kvferry.options import LONGEST_MS, checked_timeout
 
 if TYPE_CHECKING:
@@ -50,9 +51,7 @@ class Transfer:
 
     def __await__(self) -> Generator[Any, None, _core.Done]:
         """Waits in the running asyncio loop. A task that is cancelled here cancels the operation and waits until it has
-        stopped before it leaves."""
-        from kvferry.completion import settled
-
+        stopped before it leaves, for every task that awaits it: to wait along without that, ``asyncio.shield`` it."""
         return settled(self._core).__await__()
 
     def __repr__(self) -> str:
