@@ -117,6 +117,22 @@ def test_servers_that_are_mere_numbers_meet_at_the_addresses_of_their_devices(si
     here.pull_cache(("request", THERE, 1), mine)
 
 
+def test_a_communicator_that_needs_another_address_leaves_those_under_construction_theirs(
+    sides: tuple[Side, Peer],
+) -> None:
+    here, there = sides
+    ranks = {HERE: 0, THERE: 1}  # so that the other side dials this one
+    near = here.link_table("near", ranks, ONE_SERVER)
+    time.sleep(0.3)
+    here.link_table("far", {HERE: 0, 7: 1}, table(("127.0.0.3", [0]), ("127.0.0.4", [1])))  # to which nobody comes
+    time.sleep(0.3)
+    comm = there.call("link_table", "near", ranks, ONE_SERVER)
+    assert (here.settled(near), there.call("settled", comm)) == (OK, OK)
+    third = {HERE: 0, THERE: 1}, table(("127.0.0.5", [0]), ("127.0.0.6", [1]))
+    comms = here.link_table("third", *third), there.call("link_table", "third", *third)
+    assert (here.settled(comms[0]), there.call("settled", comms[1])) == (OK, OK)
+
+
 @pytest.mark.slow
 def test_several_are_under_construction_at_a_time_from_many_threads(sides: tuple[Side, Peer]) -> None:
     here, there = sides

@@ -52,6 +52,7 @@ class Engine:
         self.node = _open_node(cluster_id, options, self._program)
         self.closed = False
         self._listen = options.listen
+        self._listens_for = ""  # the server's address for which a communicator had the node listen
         self._lock = threading.Lock()
         self._links: dict[int, kvferry.Link] = {}  # the newest that was seen alive, whoever opened it
         self._opened: dict[int, kvferry.Link] = {}  # opened by this side
@@ -171,11 +172,14 @@ class Engine:
         Listens if ``init`` did not say where. ``":port"``: at any address of the server."""
         with self._lock:
             address = self.node.address
-            if address is None or (self._listen is None and host and address.startswith(_LOOPBACK[0])):
+            if address is None:
+                self._listens_for = host or LOOPBACK
+                address = _listen_at_any_port(self.node, self._listens_for)
+            elif self._listen is None and host not in ("", self._listens_for) and not _is_everywhere(address):
+                # Others may still be on their way to the address that they were told, so the port stays the same.
                 self.node.stop_listening()
-                address = _listen_at_any_port(self.node, host or LOOPBACK)
-        ip, _, port = address.rpartition(":")
-        return f":{port}" if ip in ("0.0.0.0", "[::]") else address
+                address = _listen_everywhere(self.node, address.rpartition(":")[2])
+        return f":{address.rpartition(':')[2]}" if _is_everywhere(address) else address
 
     def is_linked(self, cluster_id: int) -> bool:
         return not self.closed and self._alive(cluster_id) is not None
@@ -325,7 +329,18 @@ def _listen_at_any_port(node: kvferry.Node, host: str) -> str:
     try:
         return node.listen(f"[{host}]:0" if ":" in host else f"{host}:0")
     except kvferry.KvferryError:  # the table has an address that leads here, but is not this machine's own
+        return _listen_everywhere(node, "0")
+
+
+def _listen_everywhere(node: kvferry.Node, port: str) -> str:
+    try:
+        return node.listen(f"0.0.0.0:{port}")
+    except kvferry.AddressInUse:  # at one of the other addresses
         return node.listen("0.0.0.0:0")
+
+
+def _is_everywhere(address: str) -> bool:
+    return address.startswith(("0.0.0.0:", "[::]:"))
 
 
 def _for_each(clusters: Sequence[Cluster], work: Callable[[Cluster], int]) -> list[LLMStatusCode]:
