@@ -145,6 +145,21 @@ def test_other_checks() -> None:
         utils.check_positive_or_set_default("x", -4)
 
 
+def test_type_checks_look_into_what_is_held() -> None:
+    held = [1, 2]
+    assert utils.check_isinstance("ids", held, [list, tuple], int) is held
+    assert utils.check_isinstance("ids", None, list, int) is None
+    with pytest.raises(TypeError, match=r"ids\[1\] only support int"):
+        utils.check_isinstance("ids", [1, "2"], [list, tuple], inner_class=int)
+    with pytest.raises(TypeError, match="link: ids only support list, tuple, but got float"):
+        utils.check_isinstance("ids", 1.5, [list, tuple], extra_fmt="link: ")
+    utils.check_dict("moves", {"a": [1], "b": []}, str, list, int)
+    with pytest.raises(TypeError, match=r"moves dict key.* only support"):
+        utils.check_dict("moves", {1: [1]}, str, list, int)
+    with pytest.raises(TypeError, match=r"moves dict value.* only support"):
+        utils.check_dict("moves", {"a": [1], "b": ["2"]}, str, list, int)
+
+
 # --- addresses
 
 

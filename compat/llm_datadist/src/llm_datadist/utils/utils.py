@@ -11,14 +11,24 @@ from typing import Any
 
 
 def check_isinstance(
-    name: str, value: Any, classes: Sequence[type] | type, extra_info: str = "", allow_none: bool = True
+    name: str,
+    value: Any,
+    classes: Sequence[type] | type,
+    inner_class: type | None = None,
+    extra_fmt: str = "",
+    allow_none: bool = True,
 ) -> Any:
-    """Returns ``value``; ``TypeError`` unless it is an instance of one of ``classes`` (or an allowed ``None``)."""
+    """Returns ``value``; ``TypeError`` unless it is an instance of one of ``classes`` (or an allowed ``None``) and, with an
+    ``inner_class``, all that it holds is of that."""
     accepted = classes if isinstance(classes, (type, tuple)) else tuple(classes)
-    if isinstance(value, accepted) or (value is None and allow_none):
+    if value is None and allow_none:
+        return value
+    if isinstance(value, accepted):
+        if inner_class is not None:
+            check_inner(name, value, inner_class)
         return value
     names = ", ".join(cls.__name__ for cls in (accepted if isinstance(accepted, tuple) else (accepted,)))
-    raise TypeError(f"{extra_info}{name} only support {names}, but got {type(value).__name__}")
+    raise TypeError(f"{extra_fmt}{name} only support {names}, but got {type(value).__name__}")
 
 
 def check_inner(name: str, values: Iterable[Any], classes: Sequence[type] | type, allow_none: bool = False) -> None:
@@ -27,10 +37,19 @@ def check_inner(name: str, values: Iterable[Any], classes: Sequence[type] | type
         check_isinstance(f"{name}[{index}]", value, classes, allow_none=allow_none)
 
 
-def check_dict(name: str, value: Any, key_classes: Sequence[type] | type, value_classes: Sequence[type] | type) -> None:
+def check_dict(
+    name: str,
+    value: Any,
+    key_classes: Sequence[type] | type,
+    value_classes: Sequence[type] | type,
+    value_inner_class: type | None = None,
+) -> None:
     check_isinstance(name, value, dict, allow_none=False)
-    check_inner(f"keys of {name}", value.keys(), key_classes)
-    check_inner(f"values of {name}", value.values(), value_classes)
+    check_inner(f"{name} dict key", value.keys(), key_classes)
+    check_inner(f"{name} dict value", value.values(), value_classes)
+    if value_inner_class is not None:
+        for held in value.values():
+            check_inner(f"{name} dict value", held, value_inner_class)
 
 
 def _check_integer(name: str, value: Any, low: int, high: int, kind: str) -> None:
