@@ -12,7 +12,7 @@ from limits import KIB, MIB, Work, one_piece, scattered
 from pair import Pair, place
 from peers import MOONCAKE_TCP, NIXL_SAME_HOST, NIXL_TCP, Peer, Way
 from table import Row
-from turns import ALIKE, Contender, Figure, Turns, Value, drift, in_turns, until_steady
+from turns import Contender, Figure, Turns, Value, in_turns, until_steady
 
 SHAPES = {
     "256MiB": one_piece(256 * MIB),
@@ -88,8 +88,6 @@ def _measure(bench: Bench, case: Bulk, threads: int) -> Iterator[Row]:
         if bench.kvferry:
             notes.append(_first_rounds(pair, case, ours))
             contenders.append(_contender("kvferry", case.work, ours))
-        if case.transport == "socket" and not case.apart:
-            contenders.append(_contender("raw Unix socket", case.work, lambda: pair.limit("unix")))
         peers = [_open(bench, stack, way, case.work) for way in _ways(bench, case)] if one else []
         contenders += [_peer_contender(peer, case.work) for peer in peers if peer]
         baseline = _contender(case.limit, case.work, lambda: pair.limit(case.limit, limit_threads))
@@ -108,10 +106,6 @@ def _measure(bench: Bench, case: Bulk, threads: int) -> Iterator[Row]:
     row = _row(named, case, mine, limit_name, turns.baseline, case.reach, reach, turns.steady)
     row.notes, row.others = notes, turns.others
     rows = [row]
-    unix = turns.others.get("raw Unix socket")
-    if unix:  # the stricter row: on one host kvferry's own lanes are Unix sockets
-        steady = drift(unix.values) <= ALIKE
-        rows.append(_row(f"{named}:unix", case, mine, "one raw Unix socket", unix, case.reach, reach, steady))
     if one:
         rows += _against_peers(case, mine, turns)
     for row in rows:

@@ -102,7 +102,7 @@ class Pair:
         return self._round(lambda: self.owner.call("push", self.puller.pid))
 
     def limit(self, name: str, threads: int = 1) -> Sample:
-        return self._round(lambda: self.puller.call("limit", name, threads), in_one_piece=name in ("tcp", "unix"))
+        return self._round(lambda: self.puller.call("limit", name, threads), in_one_piece=name == "tcp")
 
     def _round(self, timed_call: Any, in_one_piece: bool = False) -> Sample:
         self.puller.call("overwrite")

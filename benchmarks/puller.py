@@ -114,9 +114,9 @@ class Puller:
         return used[0], used[1]
 
     def limit(self, name: str, threads: int) -> Sample:
-        """One round of a limit: "memcpy", "gather", "attach", "tcp" or "unix"."""
+        """One round of a limit: "memcpy", "gather", "attach" or "tcp"."""
         to, work = self._memory[0].address, self._setup.work
-        if name in ("tcp", "unix"):
+        if name == "tcp":
             handle = self._raw(name)
             return timed(self._pids, lambda: self._limits.ask(handle, to, work.size_bytes))[0]
         source, owner = (self._offer.source_address, self._offer.pid) if name == "attach" else (self._source, 0)

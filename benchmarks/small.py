@@ -101,9 +101,8 @@ def _limits(pair: Pair, case: Small) -> tuple[Contender, list[Contender]]:
         return Contender(name, lambda: _p50(puller.call("ask_latencies", wire, size_bytes, CALLS, look)))
 
     if case.transport == "socket":
-        wire = "tcp" if case.apart else "unix"
-        more = [] if case.apart else [asked("tcp", case.unit)]
-        return asked(wire, case.unit), [asked(wire, case.unit, look=True), *more]
+        # Nodes that may use nothing but sockets have TCP lanes, on one host too.
+        return asked("tcp", case.unit), [asked("tcp", case.unit, look=True)]
     copied = Contender("bare copy of the block", lambda: _p50(puller.call("copy_latencies", CALLS)))
     answered = asked("unix", ASK_BYTES)
     if case.kind == "prepared":
@@ -153,7 +152,7 @@ def _row(case: Small, where: str, turns: Turns, notes: list[str]) -> Row:
     mine = turns.others.pop("kvferry", None)
     limit_name = "bare copy of the block" if case.kind == "prepared" else f"raw Unix round trip of {ASK_BYTES} B"
     if case.transport == "socket":
-        limit_name = f"raw {'TCP' if case.apart else 'Unix'} request and answer of {_size(case.unit)}"
+        limit_name = f"raw TCP request and answer of {_size(case.unit)}"
     named = case.name if where == "free" else f"{case.name}:{where.replace(' ', '-')}"
     ratio = met = None
     if mine:

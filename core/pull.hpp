@@ -108,6 +108,7 @@ class Pull : public Operation {
 
   // the one-sided copy, shared with helpers
   std::mutex pieces_mutex_;
+  std::uint64_t piece_bytes_ = 0;
   bool pieces_open_ = false;
   std::atomic<int> inside_{0};
   std::atomic<bool> failed_{false};
