@@ -89,7 +89,8 @@ LocalStep do_local_step(NodeInner& node, const hello::Challenge& challenge, cons
     step.facts = hello::examine_local_peer(connection.get(), said, frame.descriptors, node.engine.options.transports);
     step.connection = std::move(connection);
   } catch (const Error& error) {
-    if (error.outcome().kind == Kind::deadline || error.outcome().kind == Kind::cancelled) throw;
+    const auto kind = error.outcome().kind;
+    if (kind == Kind::deadline || kind == Kind::cancelled || kind == Kind::busy) throw;
     step.why_not = error.what();
   }
   return step;

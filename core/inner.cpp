@@ -48,6 +48,7 @@ NodeInner::NodeInner(NodeOptions options)
     if (engine.options.transports == 0) throw Error(Kind::unsupported, host + ", and socket is not among this node's transports");
     engine.log.add("warning", host + ": this node uses sockets alone");
   }
+  range_mapped(engine.identity.address(), sizeof(std::uint64_t), true);  // keeps a descriptor open, which may be hard to get later
   if (options.attach_any) ::prctl(PR_SET_PTRACER, -1UL, 0, 0, 0);
   engine.registry.window_opened = [this] { engine.reactor.wake(); };
   engine.registry.memory_released = [this] {

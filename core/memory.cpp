@@ -4,6 +4,7 @@
 #include <sys/ioctl.h>
 #include <sys/mman.h>
 #include <sys/random.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -14,6 +15,7 @@
 #include <utility>
 
 #include "error.hpp"
+#include "room.hpp"
 #include "sentence.hpp"
 
 #ifndef MFD_NOEXEC_SEAL
@@ -84,6 +86,12 @@ Segment::Segment(std::uint32_t id, std::size_t bytes) : id_(id) {
 
 Segment::~Segment() {
   if (data_ != nullptr) munmap(data_, bytes_);
+}
+
+std::size_t Segment::present_bytes() const noexcept {
+  struct stat found{};
+  if (fstat(fd_.get(), &found) != 0) return 0;
+  return static_cast<std::size_t>(found.st_blocks) * 512;  // st_blocks has units of its own, whatever the file system's are
 }
 
 std::uint64_t Place::address() const noexcept { return reinterpret_cast<std::uint64_t>(segment->data() + offset); }
@@ -164,6 +172,7 @@ std::vector<Place> Pool::allocate_many(std::size_t count, std::size_t bytes) {
   if (count == 0 || bytes == 0) throw Error(Kind::invalid_argument, "0 bytes were asked of a pool");
   const std::size_t size = round_up(bytes, page_bytes_);
   std::lock_guard lock(mutex_);
+  check_room_locked(count, size);
   std::vector<Place> places;
   const auto give_back = [&] {
     for (const Place& place : places) release_locked(place);
@@ -188,6 +197,19 @@ std::vector<Place> Pool::allocate_many(std::size_t count, std::size_t bytes) {
   throw Error(Kind::out_of_memory,
               sentence("the pool of ", size_bytes_, " bytes cannot give ", count, " times ", size, " bytes: ",
                        size_bytes_ - used_bytes_, " are free, the largest piece has ", largest));
+}
+
+// Pages come when they are first written, by whoever has got them: too late to say that there are none, the kernel kills
+// somebody then. What has been given out before and not been written counts too.
+void Pool::check_room_locked(std::size_t count, std::size_t bytes) const {
+  std::size_t wanted = 0;
+  if (__builtin_mul_overflow(count, bytes, &wanted) || wanted > size_bytes_) return;  // more than the pool has: said better there
+  wanted += used_bytes_;
+  for (const Shelf& shelf : shelves_) wanted -= std::min(wanted, shelf.segment->present_bytes());
+  const auto room = memory_room();
+  if (wanted <= room.bytes) return;
+  throw Error(Kind::out_of_memory, sentence("the pool of ", size_bytes_, " bytes cannot give ", count, " times ", bytes, " bytes: ", room.of,
+                                            " has room for ", room.bytes, ", and with what was given out before ", wanted, " are needed"));
 }
 
 void Pool::release(const Place& place) {
@@ -310,7 +332,10 @@ std::optional<Mapped> ask_the_kernel(std::uint64_t address, std::uint64_t end, b
 std::string read_own_maps() {
   std::string text;
   const int fd = open("/proc/self/maps", O_RDONLY | O_CLOEXEC);
-  if (fd < 0) throw Error(Kind::internal, sentence("/proc/self/maps cannot be opened: ", why(errno)));
+  if (fd < 0) {
+    const auto kind = errno == EMFILE || errno == ENFILE ? Kind::busy : Kind::internal;
+    throw Error(kind, sentence("/proc/self/maps cannot be opened: ", why(errno)));
+  }
   std::size_t used = 0;
   for (;;) {
     if (text.size() - used < 32768) text.resize(text.size() + 65536);

@@ -36,6 +36,7 @@ class Segment {
   int descriptor() const noexcept { return fd_.get(); }
   std::byte* data() const noexcept { return data_; }
   std::size_t bytes() const noexcept { return bytes_; }
+  std::size_t present_bytes() const noexcept;  // pages that somebody has written, and that exist therefore
 
  private:
   std::uint32_t id_;
@@ -59,7 +60,8 @@ struct Place {
 class Pool {
  public:
   Pool(std::size_t size_bytes, unsigned page_shift, std::size_t segment_bytes, std::uint32_t first_segment_id);
-  // Throws Error(out_of_memory) saying how much was asked, is free, and is the largest free piece; nothing is kept then.
+  // Throws Error(out_of_memory) saying how much was asked, is free, and is the largest free piece, or that the machine or a
+  // memory cgroup has no room for that much (room.hpp); nothing is kept then.
   Place allocate(std::size_t bytes);
   std::vector<Place> allocate_many(std::size_t count, std::size_t bytes);  // all or nothing
   void release(const Place& place);
@@ -76,6 +78,7 @@ class Pool {
   };
   std::optional<Place> allocate_locked(std::size_t bytes);
   void release_locked(const Place& place);
+  void check_room_locked(std::size_t count, std::size_t bytes) const;
 
   mutable std::mutex mutex_;
   std::size_t size_bytes_;

@@ -114,9 +114,18 @@ Result Operation::run_here() {
     }
     return result_;
   }
-  link_->begin(shared_from_this());
+  begin();
   drive();
   return result_;
+}
+
+// Of a link that is down the error names peer, cache and operation like that of an operation that has begun.
+void Operation::begin() {
+  try {
+    link_->begin(shared_from_this());
+  } catch (const Error& error) {
+    throw Error(error.outcome(), link_->label(), subject(), verb_);
+  }
 }
 
 // To its end, on this thread, which may wait.
@@ -158,7 +167,7 @@ bool Operation::go_apart() {
   } catch (const Error&) {  // said by the first step
     return false;
   }
-  link_->begin(shared_from_this());
+  begin();
   apart_ = true;
   engine_.timers.add({now_ns() + watch_ns, number_}, weak_from_this());
   engine_.reactor.wake_at(now_ns() + watch_ns);
@@ -202,7 +211,7 @@ void Operation::back_from_kernel() noexcept {
 
 // Whoever takes the link down may schedule it as soon as the link knows it.
 void Operation::become_asynchronous() {
-  link_->begin(shared_from_this());
+  begin();
   const std::lock_guard lock(mutex_);
   asynchronous_ = true;
   if (goes_on_alone()) self_ = shared_from_this();
@@ -435,8 +444,10 @@ Outcome Operation::stop_reason() const {
     outcome.settled = true;
     return outcome;
   }
-  if (deadline_.passed()) return {Kind::deadline, std::string("time was up for this ") + verb_, touched_, true};
-  return {};
+  if (!deadline_.passed()) return {};
+  const bool never_begun = !lane_ && !touched_ && link_->lanes.missing_some();
+  return {Kind::deadline, std::string("time was up for this ") + verb_ +
+          (never_begun ? ": no connection could be opened for it; has this process, or its peer, no descriptors left?" : ""), touched_, true};
 }
 
 }  // namespace kvferry

@@ -175,6 +175,7 @@ class Operation : public std::enable_shared_from_this<Operation> {
 
   enum class Where : std::uint8_t { here, in_kernel, given_up };
 
+  void begin();
   void become_asynchronous();
   bool go_apart();
   void drive();

@@ -183,7 +183,10 @@ Descriptor dial_tcp(const std::string& host, std::uint16_t port, const Deadline&
 Descriptor dial_abstract(const std::string& name, const Deadline& deadline) {
   for (;;) {
     Descriptor fd(::socket(AF_UNIX, socket_flags, 0));
-    if (!fd) throw Error(Kind::link_failed, std::string("no Unix socket: ") + std::strerror(errno));
+    if (!fd) {
+      if (errno == EMFILE || errno == ENFILE) throw Error(Kind::busy, "out of descriptors: no Unix socket can be had");
+      throw Error(Kind::link_failed, std::string("no Unix socket: ") + std::strerror(errno));
+    }
     socklen_t length;
     const auto address = abstract_address(name, length);
     if (::connect(fd.get(), reinterpret_cast<const sockaddr*>(&address), length) == 0) return fd;
