@@ -3,7 +3,8 @@
 #   make demo     two processes, one real transformer, its KV cache handed over
 #   make test     all tests: the native core's, those that need numpy alone, then those that need torch
 #   make quick    half a minute: what changed is rebuilt, the core's tests and the fast ones of the others run
-#   make check    what a change must pass: format, lint, types, layers, sanitizers, all tests, the examples in the docs
+#   make check    what a change must pass: format, lint, types, layers, sanitizers, all tests, the examples in the docs;
+#                 peers are killed and stopped ten times as often as in `make test`, which takes some minutes more
 #   make bench    how fast, against the limits of this machine
 #   make clean    forget everything built; `make distclean` forgets .venv too
 #
@@ -33,7 +34,7 @@ quick: built
 	@$(PYTEST) -q -m "not slow and not torch"
 
 check: built lint sanitizers
-	@$(MAKE) --no-print-directory test-numpy test-torch
+	@KVFERRY_CAMPAIGN=long $(MAKE) --no-print-directory test-numpy test-torch
 
 bench: built
 	@$(VENV_PYTHON) benchmarks/transfer.py $(ARGS)
