@@ -11,6 +11,7 @@ of the bytes, and not all, had come both just before and just after the signal w
 
 import contextlib
 import ctypes
+import gc
 import json
 import mmap
 import os
@@ -66,6 +67,7 @@ def main() -> None:
     """Reads what is to be done from standard input; writes what came of it, a line of JSON for each plan, as they end."""
     die_with(os.getppid())
     given = json.load(sys.stdin)
+    gc.freeze()  # whoever looks for garbage after a fork looks at what is its own alone
     plans = [Plan(**plan) for plan in given["plans"]]
     workers, turns = {}, Turns(max(1, (os.cpu_count() or 2) // 2))
     for number in range(max(plan.workers for plan in plans)):
