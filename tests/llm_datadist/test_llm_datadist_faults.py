@@ -14,7 +14,7 @@ import pytest
 from datadist_side import LOOPBACK, Side
 
 from cgroup_support import memory_cgroup
-from llm_datadist import LLMDataDist, LLMException, LLMRole, LLMStatusCode
+from llm_datadist import LLMDataDist, LLMException, LLMRole, LLMStatusCode, _rules
 from support import Peer
 
 pytestmark = pytest.mark.slow
@@ -350,3 +350,16 @@ def test_without_descriptors_linking_fails_and_works_again(begin_here: Starting,
     with contextlib.suppress(LLMException):
         here.unlink(THERE, there.call("where"), force=True)
     until(lambda: here.link(THERE, there.call("where")) == (SUCCESS, [SUCCESS]), "it is linked")
+
+
+def test_statuses_of_faults_that_kvferrys_own_tests_bring_about() -> None:
+    expected = {
+        ("busy", "transfer"): LLMStatusCode.LLM_LINK_BUSY,  # the kernel holds a copy, or there are no descriptors
+        ("busy", "register"): LLMStatusCode.LLM_LINK_BUSY,
+        ("busy", "link"): LLMStatusCode.LLM_LINK_BUSY,
+        ("already_linked", "link"): LLMStatusCode.LLM_ALREADY_LINK,
+        ("deadline", "unlink"): TIMEOUT,
+        ("address_in_use", ""): FAILED,
+        ("cancelled", "transfer"): FAILED,
+    }
+    assert {words: _rules.status_of(*words) for words in expected} == expected
