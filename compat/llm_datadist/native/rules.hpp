@@ -95,7 +95,7 @@ struct EngineOptions {  // the options of one initialised instance, as values
   bool hixl = false;
   std::optional<std::pair<std::string, std::uint32_t>> listen;
   std::int64_t timeout_ms = 1000;
-  std::int64_t link_total_time_s = 30;
+  std::int64_t link_total_time_s = 120;
   std::int64_t link_retry_count = 1;
   std::string local_comm_res;
   std::optional<Pool> device_pool, host_pool;

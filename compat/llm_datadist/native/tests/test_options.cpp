@@ -32,7 +32,7 @@ static void options_that_contradict_each_other_are_refused() {
 
 static void values_have_defaults_and_bounds() {
   const auto plain = parsed({});
-  CHECK(!plain.remote && !plain.hixl && !plain.listen && plain.timeout_ms == 1000 && plain.link_total_time_s == 30 && plain.link_retry_count == 1);
+  CHECK(!plain.remote && !plain.hixl && !plain.listen && plain.timeout_ms == 1000 && plain.link_total_time_s == 120 && plain.link_retry_count == 1);
   CHECK(!plain.device_pool && !plain.secret && !plain.transports && plain.attach == "same" && plain.rendezvous_port == 18517);
   const auto full = parsed({{option::sync_timeout, "5000"}, {option::link_total_time, "7"}, {option::link_retry_count, "3"},
                             {option::device_pool, R"({"memory_size": 1048576})"}, {option::host_pool, R"({"memory_size": 4096, "page_shift": 12})"},
@@ -40,7 +40,7 @@ static void values_have_defaults_and_bounds() {
   CHECK(full.timeout_ms == 5000 && full.link_total_time_s == 7 && full.link_retry_count == 3 && full.rendezvous_port == 99);
   CHECK(full.device_pool == Pool{1048576, 16} && full.host_pool == Pool{4096, 12} && full.secret == "s" && full.attach == "any");
   CHECK(full.transports == std::vector<std::string>{"map", "socket"});
-  CHECK(parsed({{option::link_total_time, "0"}}).link_total_time_s == 30);
+  CHECK(parsed({{option::link_total_time, "0"}}).link_total_time_s == 120);
   const std::pair<const char*, const char*> impossible[] = {
       {option::device_id, "0;1"}, {option::sync_timeout, "0"}, {option::sync_timeout, "soon"}, {option::sync_timeout, "2147483648"},
       {option::link_retry_count, "101"}, {option::link_total_time, "99999999999999999999"}, {option::rendezvous_port, "0"},
