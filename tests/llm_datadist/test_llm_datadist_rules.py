@@ -98,7 +98,7 @@ def test_defaults_of_the_engine() -> None:
             "hixl": False,
             "listen": None,
             "timeout_ms": 1000,
-            "link_total_time_s": 30,
+            "link_total_time_s": 120,
             "link_retry_count": 1,
             "local_comm_res": "",
             "device_pool": None,
