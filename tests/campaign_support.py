@@ -42,7 +42,8 @@ STOP_DEADLINE_S = 0.25
 PATIENCE_S = 20.0
 SIZES = {"map": (256 << 10, 32), "cma": (16 << 10, 256), "socket": (16 << 10, 512)}
 """Blocks that are moved, and bytes of each: as few as take some milliseconds."""
-GROWS = {"mappings": 16, "KiB": 24 << 10}
+M_ARENA_MAX = -8  # malloc.h
+GROWS = {"mappings": 16, "KiB": 4 << 10}
 """What a side may have more, from one time without a link to the next; of all else not one."""
 
 
@@ -67,6 +68,7 @@ def main() -> None:
     """Reads what is to be done from standard input; writes what came of it, a line of JSON for each plan, as they end."""
     die_with(os.getppid())
     given = json.load(sys.stdin)
+    ctypes.CDLL(None).mallopt(M_ARENA_MAX, 1)  # what a thread has freed is given back, so that what is kept can be seen
     gc.freeze()  # whoever looks for garbage after a fork looks at what is its own alone
     plans = [Plan(**plan) for plan in given["plans"]]
     workers, turns = {}, Turns(max(1, (os.cpu_count() or 2) // 2))
