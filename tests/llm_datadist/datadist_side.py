@@ -71,7 +71,7 @@ class Events(LayerSynchronizer):
         self.asked.append(layer_index)
         self.ready[layer_index].wait(30)
         answer = self.answers.get(layer_index, True)
-        if isinstance(answer, Exception):
+        if isinstance(answer, BaseException):
             raise answer
         return bool(answer)
 

@@ -521,9 +521,16 @@ def test_swap_blocks_with_a_cpu_cache(manager: Any) -> None:
         assert memory.tolist() == [5] * 8
     assert mine[1][3].tolist() == theirs[1][0].tolist() == [6] * 8
     assert not mine[0][:3].any()
+    # Blocks are a cache's size over its batch: where dim 0 of the other one counts something else, nothing is moved.
+    odd = manager.register_blocks_cache(desc(shape=[2, 16], batch_dim_index=1), [array.ctypes.data for array in theirs])
+    small = Cache.create_cpu_cache(desc(shape=[16, 2], placement=Placement.HOST), [array.ctypes.data for array in mine])
+    before = [array.copy() for array in (*mine, *theirs)]
+    for pair in ((odd, small), (small, odd)):
+        assert status_of(lambda p=pair: manager.swap_blocks(*p, {1: 3})) == INVALID
+    assert all((array == was).all() for array, was in zip((*mine, *theirs), before, strict=True))
     nowhere = Cache.create_cpu_cache(desc(placement=Placement.HOST), [1, 2])
     assert status_of(lambda: manager.swap_blocks(nowhere, device, {0: 0})) == INVALID
-    assert manager.register_cache(desc(), [1, 2]).cache_id == 2  # nothing was registered on the way
+    assert manager.register_cache(desc(), [1, 2]).cache_id == 3  # nothing else was registered on the way
 
 
 def test_check_cache_key(manager: Any) -> None:

@@ -404,6 +404,12 @@ def test_each_side_of_the_hixl_backend_links_for_itself(
 # --- roles
 
 
+def test_switch_role_to_an_address_that_is_not_here_fails_and_keeps_the_old_one(here: Side, there: Peer) -> None:
+    elsewhere = {"llm.listenIpInfo": "192.0.2.1:4444"}
+    assert status_of(lambda: here.datadist.switch_role(LLMRole.PROMPT, elsewhere)) == LLMStatusCode.LLM_FAILED
+    here.datadist.switch_role(LLMRole.PROMPT, here.options)
+
+
 @pytest.mark.slow
 def test_switch_role_moves_the_listener(here: Side, there: Peer) -> None:
     datadist, port = here.datadist, free_port()

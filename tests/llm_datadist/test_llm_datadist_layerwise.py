@@ -14,7 +14,7 @@ from support import Peer
 
 pytestmark = pytest.mark.quick(
     "layers_are_asked_for_once[map",
-    "is_a_failure[socket]",
+    "is_a_failure[socket-error]",
 )
 
 HERE, THERE = 1, 0
@@ -292,13 +292,16 @@ def test_a_synchronizer_that_says_no_stops_the_job(linked: tuple[Side, Peer]) ->
     assert arrived(there.call("tensors", far)) == [True, True, False, False, False, False]
 
 
-def test_a_synchronizer_that_raises_is_a_failure(linked: tuple[Side, Peer], capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "raised", [KeyError("lost"), SystemExit("lost"), KeyboardInterrupt("lost")], ids=["error", "exit", "interrupt"]
+)
+def test_a_synchronizer_that_raises_is_a_failure(
+    linked: tuple[Side, Peer], capsys: pytest.CaptureFixture[str], raised: BaseException
+) -> None:
     here, there = linked
     far = there.call("register", SHAPE)
     mine = here.register(SHAPE)
-    task = here.start(
-        mine, [("addresses", THERE, there.call("addresses", far), None, 0)], answers={0: KeyError("lost")}
-    )
+    task = here.start(mine, [("addresses", THERE, there.call("addresses", far), None, 0)], answers={0: raised})
     here.all_ready(task)
     assert here.results(task) == [LLMStatusCode.LLM_FAILED]
     assert here.synchronize(task) == LLMStatusCode.LLM_FAILED

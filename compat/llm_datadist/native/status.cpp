@@ -38,6 +38,8 @@ constexpr Row by_call[] = {
     {"unlink", "link_failed", status::unlink_failed},
     {"unlink", "not_linked", status::success},
     {"unlink", "busy", status::unlink_failed},
+    {"listen", "invalid_argument", status::failed},  // an address that is not this machine's own
+    {"listen", "link_failed", status::failed},
 };
 
 }  // namespace

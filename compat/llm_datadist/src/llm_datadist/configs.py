@@ -72,7 +72,9 @@ def _is_device(name: str, value: Any) -> None:
 def _is_timeout(name: str, value: Any) -> None:
     check_isinstance(name, value, [int, str], allow_none=False)
     if isinstance(value, str):
-        raise_if_false(value.isdigit(), "{} must be a number of milliseconds, but got {!r}", name, value)
+        raise_if_false(
+            value.isascii() and value.isdigit(), "{} must be a number of milliseconds, but got {!r}", name, value
+        )
     raise_if_false(int(value) > 0, "{} must be over 0, but got {}", name, value)
     check_int32(name, int(value))
 
@@ -91,7 +93,8 @@ def _is_share(name: str, value: Any) -> None:
 
 
 def _is_texts(name: str, value: Any) -> None:
-    value.keys  # noqa: B018 (None is AttributeError here, as with the vendor; dicts pass)
+    if value is None:
+        value.keys  # noqa: B018 (AttributeError here, as with the vendor)
     check_dict(name, value, str, str)
 
 

@@ -84,7 +84,7 @@ class _Job:
             if self._open():
                 self._feed()
             self._settle()
-        except Exception:  # noqa: BLE001 - the thread's root: whatever this is, nobody waits for ever
+        except BaseException:  # noqa: BLE001 - the thread's root: whatever this is, nobody waits for ever
             get_logger().exception("[%s] the transfer's thread ended", FUNCTION)
             for index in range(len(self._destinations)):
                 self.task._record(index, LLMStatusCode.LLM_FAILED)
@@ -148,7 +148,7 @@ class _Job:
     def _synchronize(self, layer: int) -> LLMStatusCode:
         try:
             ready = self._synchronizer.synchronize_layer(layer, None)
-        except Exception:  # noqa: BLE001 - the caller's code may raise anything, and its result says so
+        except BaseException:  # noqa: BLE001 - the caller's code may raise anything, sys.exit() too, and its result says so
             get_logger().exception("[%s] synchronize_layer(%d) raised", FUNCTION, layer)
             return LLMStatusCode.LLM_FAILED
         return LLMStatusCode.LLM_SUCCESS if ready else LLMStatusCode.LLM_PARAM_INVALID

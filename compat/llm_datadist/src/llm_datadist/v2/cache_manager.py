@@ -335,8 +335,11 @@ class CacheManager(CacheTable):
             self._copy("swap_blocks", source, destination, {"blocks": blocks})
 
     def _operand(self, function: str, cache: Cache) -> kvferry.Cache | kvferry.Addresses:
-        """A cache made by ``create_cpu_cache`` is no more than its addresses."""
-        return kvferry.Addresses(cache.tensor_addrs) if cache.cache_id == -1 else self._here(function, cache)
+        """A cache made by ``create_cpu_cache`` is no more than its addresses, and how large its blocks are."""
+        if cache.cache_id != -1:
+            return self._here(function, cache)
+        desc = cache.cache_desc
+        return kvferry.Addresses(cache.tensor_addrs, unit_bytes=desc.size // desc.batch_size)
 
     def _copy(
         self,
