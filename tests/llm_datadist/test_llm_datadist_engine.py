@@ -1,5 +1,7 @@
 """``LLMDataDist``: init and finalize, links by address, roles; with real nodes."""
 
+import gc
+import os
 import socket
 import subprocess
 import sys
@@ -508,3 +510,18 @@ def test_remapping(here: Side, there: Peer) -> None:
     assert here.link(THERE, there.call("where")) == both(SUCCESS)
     remap([MemInfo(device, 1, 1), MemInfo(device, 2, 1)])
     remap(MemInfo(device, 1, 1))
+
+
+def test_finalize_gives_its_descriptors_back_without_the_collector() -> None:
+    datadist = LLMDataDist(LLMRole.PROMPT, HERE)
+    gc.collect()
+    gc.disable()
+    try:
+        left = []
+        for _ in range(4):
+            datadist.init({"llm.EnableCacheManager": "1"})
+            datadist.finalize()
+            left.append(len(os.listdir("/proc/self/fd")))
+    finally:
+        gc.enable()
+    assert left[1:] == left[:1] * 3  # what the first one opened for good may stay

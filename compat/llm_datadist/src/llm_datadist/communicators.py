@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Mapping
 from typing import Protocol
 
@@ -40,7 +41,7 @@ class Communicators:
     """All communicators of one engine. Any thread may call any method."""
 
     def __init__(self, engine: Linker) -> None:
-        self._engine = engine
+        self._engine: Linker = weakref.proxy(engine)  # who keeps this: a finalized engine needs no collector to go
         self._lock = threading.Lock()
         self._by_id: dict[int, _Communicator] = {}
         self._last_id = 0
