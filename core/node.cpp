@@ -198,13 +198,7 @@ std::shared_ptr<Cache> local_cache(Engine& engine, const Target& target) {
 // Memory by addresses, shaped as the other side needs it: units of its size unless the target says otherwise.
 std::shared_ptr<Cache> bare_cache(const Target& target, const Geometry& other, std::uint64_t units) {
   auto cache = std::make_shared<Cache>();
-  Geometry& geometry = cache->geometry;
-  geometry.name = "addresses";
-  geometry.layout = Layout::mixed;
-  geometry.unit_bytes = geometry.stride_bytes = target.model != 0 ? target.model : other.unit_bytes;
-  geometry.count = std::max<std::uint64_t>(units, 1);
-  for (const auto address : target.addresses) geometry.tensors.push_back({address, 0, 0});
-  geometry.check();
+  cache->geometry = target.composed(other, units);
   return cache;
 }
 

@@ -169,8 +169,7 @@ bool Operation::go_apart() {
   }
   begin();
   apart_ = true;
-  engine_.timers.add({now_ns() + watch_ns, number_}, weak_from_this());
-  engine_.reactor.wake_at(now_ns() + watch_ns);
+  watch_again();
   if (!engine_.crew.run_apart([self = shared_from_this()] { self->drive(); }))
     finish({Kind::busy, sentence(Crew::apart_at_most, " operations that read or write memory mapped from files are in flight already"), false, true}, 0,
            Transport::none);
@@ -181,9 +180,13 @@ void Operation::timer_came() {
   if (!apart_) return schedule();
   if (finished_.load()) return;
   if (std::exchange(overdue_, must_stop())) give_up_if_held();
-  const Timers::Key again{now_ns() + watch_ns, number_};
-  engine_.timers.add(again, weak_from_this());
-  engine_.reactor.wake_at(again.at_ns);
+  watch_again();
+}
+
+void Operation::watch_again() {
+  const Timers::Key at{now_ns() + watch_ns, number_};
+  engine_.timers.add(at, weak_from_this());
+  engine_.reactor.wake_at(at.at_ns);
 }
 
 // On the control thread, beside the thread that drives it: what that one may be changing is left alone.

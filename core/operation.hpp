@@ -178,6 +178,7 @@ class Operation : public std::enable_shared_from_this<Operation> {
   void begin();
   void become_asynchronous();
   bool go_apart();
+  void watch_again();
   void drive();
   void back_from_kernel() noexcept;
   void give_up_if_held();

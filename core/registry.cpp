@@ -92,6 +92,17 @@ std::string Target::label() const {
   }
 }
 
+Geometry Target::composed(const Geometry& other, std::uint64_t units) const {
+  Geometry geometry;
+  geometry.name = "what lies at the addresses given";
+  geometry.layout = Layout::mixed;
+  geometry.unit_bytes = geometry.stride_bytes = model != 0 ? model : other.unit_bytes;
+  geometry.count = std::max<std::uint64_t>(units, 1);
+  for (const auto address : addresses) geometry.tensors.push_back({address, 0, 0});
+  geometry.check();
+  return geometry;
+}
+
 Registry::~Registry() { close(); }
 
 void Registry::check_open_locked() const {

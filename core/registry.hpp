@@ -42,6 +42,8 @@ struct Target {  // what a pull or push names on the far side
   std::string name;                     // name, or a window's name (bytes)
   std::vector<std::uint64_t> addresses;  // push only
   std::string label() const;  // "name 'kv'", "request 7 of model 0", "cache 3"
+  // By addresses: what lies there, as `units` units of `model` bytes (0: of `other`'s) per tensor.
+  Geometry composed(const Geometry& other, std::uint64_t units) const;
   bool operator==(const Target&) const = default;
 };
 

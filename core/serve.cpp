@@ -213,17 +213,8 @@ class Receive : public Pull {
 // will be written behind it.
 Destination destination_addresses(Engine& engine, const Target& target, const Source& source, const Moves& moves,
                                   const std::vector<std::uint64_t>& check_too) {
-  const auto unit_bytes = target.model != 0 ? target.model : source.geometry.unit_bytes;
-  const bool by_row = moves.form == Moves::Form::row;
-  Geometry composed;
-  composed.name = "what lies at the addresses given";
-  composed.layout = Layout::mixed;
-  composed.unit_bytes = unit_bytes;
-  composed.stride_bytes = unit_bytes;
-  composed.count = by_row ? 1 : moves.form == Moves::Form::whole ? source.geometry.count : moves.destination_end;
-  if (composed.count == 0) composed.count = 1;
-  for (const auto address : target.addresses) composed.tensors.push_back({address, 0, 0});
-  composed.check();
+  const auto units = moves.form == Moves::Form::row ? 1 : moves.form == Moves::Form::whole ? source.geometry.count : moves.destination_end;
+  Geometry composed = target.composed(source.geometry, units);
   std::uint64_t extent = 0;
   for (const auto& run : make_plan(source.geometry, composed, moves, -1, false).runs) extent = std::max(extent, run.destination + run.bytes);
   for (std::size_t i = 0; i < check_too.size(); ++i)
