@@ -141,7 +141,7 @@ double copy_latencies(void *to, const void *from, const int64_t *to_blocks, cons
   return all;
 }
 
-/* ---- sockets: one connection, blocking; the answer to a 64-byte request is as many bytes as it asks for ----
+/* ---- sockets: one connection, blocking; the answer to a 64-byte request is the bytes that it asks for ----
  *
  * Where `look` is set, both ends look for bytes for a while before they sleep: no core has to be woken for them then.
  *
@@ -188,24 +188,27 @@ int serve(int socket, const void *memory, int64_t size_bytes) {
   for (;;) {
     int error = read_all(socket, (char *)request, REQUEST_BYTES, (int)request[1]);
     if (error) return error == EPIPE || error == ECONNRESET ? 0 : error;
-    if (request[0] < 0 || request[0] > size_bytes) return EINVAL;
-    error = write_all(socket, memory, request[0]);
+    int64_t bytes = request[0], from = request[2];
+    if (bytes < 0 || from < 0 || from > size_bytes || bytes > size_bytes - from) return EINVAL;
+    error = write_all(socket, (const char *)memory + from, bytes);
     if (error) return error;
   }
 }
 
-double ask(int socket, void *to, int64_t size_bytes, int look) {
-  int64_t request[REQUEST_BYTES / 8] = {size_bytes, look};
+double ask(int socket, void *to, int64_t from, int64_t size_bytes, int look) {
+  int64_t request[REQUEST_BYTES / 8] = {size_bytes, look, from};
   double began = seconds_now();
   int error = write_all(socket, (const char *)request, REQUEST_BYTES);
   if (!error) error = read_all(socket, to, size_bytes, look);
   return error ? -error : seconds_now() - began;
 }
 
-double ask_latencies(int socket, void *to, int64_t size_bytes, int look, int64_t count, double *us) {
+/* Call i asks for the block from_blocks[i] and puts it where to_blocks[i] is. */
+double ask_latencies(int socket, char *to, const int64_t *to_blocks, const int64_t *from_blocks, int64_t count, int64_t unit,
+                     int64_t size_bytes, int look, double *us) {
   double all = 0;
   for (int64_t i = 0; i < count; i++) {
-    double took = ask(socket, to, size_bytes, look);
+    double took = ask(socket, to + to_blocks[i] * unit, from_blocks[i] * unit, size_bytes, look);
     if (took < 0) return took;
     us[i] = took * 1e6;
     all += took;

@@ -104,9 +104,19 @@ class Limits:
             lib.copy_latencies, real, pointer, pointer, pointer, pointer, whole, whole, ctypes.c_int, pointer
         )
         self.serve = _declared(lib.serve, ctypes.c_int, ctypes.c_int, pointer, whole)
-        self._ask = _declared(lib.ask, real, ctypes.c_int, pointer, whole, ctypes.c_int)
+        self._ask = _declared(lib.ask, real, ctypes.c_int, pointer, whole, whole, ctypes.c_int)
         self._ask_latencies = _declared(
-            lib.ask_latencies, real, ctypes.c_int, pointer, whole, ctypes.c_int, whole, pointer
+            lib.ask_latencies,
+            real,
+            ctypes.c_int,
+            pointer,
+            pointer,
+            pointer,
+            whole,
+            whole,
+            whole,
+            ctypes.c_int,
+            pointer,
         )
         self._fill_pattern = _declared(lib.fill_pattern, None, pointer, whole, ctypes.c_uint64)
         self._fill_byte = _declared(lib.fill_byte, None, pointer, ctypes.c_int, whole)
@@ -131,12 +141,15 @@ class Limits:
         return us
 
     def ask(self, socket: int, to: int, size_bytes: int) -> float:
-        return _seconds(self._ask(socket, to, size_bytes, False))
+        return _seconds(self._ask(socket, to, 0, size_bytes, False))
 
-    def ask_latencies(self, socket: int, to: int, size_bytes: int, count: int, *, look: bool) -> Times:
-        """``look``: both ends look for bytes for a moment before they sleep."""
-        us = np.zeros(count, dtype=np.float64)
-        _seconds(self._ask_latencies(socket, to, size_bytes, look, count, us.ctypes.data))
+    def ask_latencies(
+        self, socket: int, to: int, lists: tuple[Blocks, Blocks], unit: int, size_bytes: int, *, look: bool
+    ) -> Times:
+        """The first ``size_bytes`` of each block. ``look``: both ends look for bytes for a moment before they sleep."""
+        us = np.zeros(len(lists[0]), dtype=np.float64)
+        here, there = lists[1].ctypes.data, lists[0].ctypes.data
+        _seconds(self._ask_latencies(socket, to, here, there, len(us), unit, size_bytes, look, us.ctypes.data))
         return us
 
     def fill_pattern(self, address: int, size_bytes: int) -> None:

@@ -24,7 +24,7 @@ from exchange import (
     partly_written,
     timed,
 )
-from limits import SEED, Limits, PrivateMemory, Times, Work
+from limits import SEED, Blocks, Limits, PrivateMemory, Times, Work
 
 
 class Puller:
@@ -129,10 +129,13 @@ class Puller:
 
     # -- one small block at a time; microseconds of each call come back
 
+    def _in_turn(self, count: int) -> tuple[Blocks, Blocks]:
+        wanted = np.arange(count, dtype=np.int64) % BATCH
+        return self._lists[0][wanted], self._lists[1][wanted]
+
     def copy_latencies(self, count: int) -> Times:
         """The bare copy of one block: from the mapped pages, or by process_vm_readv."""
-        wanted = np.arange(count, dtype=np.int64) % BATCH
-        lists = (self._lists[0][wanted], self._lists[1][wanted])
+        lists = self._in_turn(count)
         mapped = self._setup.transport == "map"
         source, owner = (self._source, 0) if mapped else (self._offer.source_address, self._offer.pid)
         self.overwrite()
@@ -141,10 +144,12 @@ class Puller:
         return us
 
     def ask_latencies(self, name: str, size_bytes: int, count: int, look: bool = False) -> Times:
-        """A raw request, answered with the first bytes of the source."""
+        """A raw request, answered with one block after the other as a pull would be, or with a few bytes of each."""
+        unit, to = self._setup.work.unit, self._memory[0].address
         self.overwrite()
-        us = self._limits.ask_latencies(self._raw(name), self._memory[0].address, size_bytes, count, look=look)
-        self._check_first(size_bytes)
+        us = self._limits.ask_latencies(self._raw(name), to, self._in_turn(count), unit, size_bytes, look=look)
+        if size_bytes == unit:
+            self.check()
         return us
 
     def _check_first(self, size_bytes: int, source_block: int = 0) -> None:
