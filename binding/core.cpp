@@ -16,6 +16,7 @@
 #include "../core/host.hpp"
 #include "../core/interrupt.hpp"
 #include "../core/node.hpp"
+#include "../core/sentence.hpp"
 #include "gil.hpp"
 
 namespace nb = nanobind;
@@ -132,6 +133,26 @@ std::vector<std::int64_t> units_of(nb::handle object) {
   const auto view = nb::cast<nb::ndarray<const std::int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>>(array);
   units.assign(view.data(), view.data() + view.shape(0));
   return units;
+}
+
+// The same, merged; or an array [n, 2] of first units and counts.
+std::vector<UnitRun> runs_of(nb::handle object) {
+  nb::object shape = nb::getattr(object, "shape", nb::none());
+  if (shape.is_none() || nb::len(shape) != 2) {
+    const auto units = units_of(object);
+    return merge_units(units.data(), units.size());
+  }
+  nb::object array = nb::module_::import_("numpy").attr("ascontiguousarray")(object, "dtype"_a = "int64");
+  const auto view = nb::cast<nb::ndarray<const std::int64_t, nb::shape<-1, 2>, nb::c_contig, nb::device::cpu>>(array);
+  std::vector<UnitRun> runs;
+  runs.reserve(view.shape(0));
+  for (std::size_t i = 0; i < view.shape(0); ++i) {
+    const auto first = view(i, 0), count = view(i, 1);
+    if (first < 0 || count <= 0 || first > UINT32_MAX || count > UINT32_MAX)
+      throw Error(Kind::invalid_argument, sentence("run ", i, " is of ", count, " units from ", first, " on, and units are 0 to 2**32 - 1"));
+    runs.push_back({static_cast<std::uint32_t>(first), static_cast<std::uint32_t>(count)});
+  }
+  return runs;
 }
 
 TensorRange range_of(std::pair<std::int64_t, std::int64_t> range) {
@@ -570,8 +591,7 @@ NB_MODULE(_core, m) {
       .def("cache_ids", [](PyNode& self) { return self.node->registry().cache_ids(); })
       .def("open_window", [](PyNode& self, std::uint64_t cache_id, nb::handle units, int access, std::int64_t ttl_ms) {
         if (access != 1 && access != 2) throw Error(Kind::invalid_argument, "a window is for READ or for WRITE");
-        const auto list = units_of(units);
-        const auto window = self.node->registry().open_window(cache_id, list.data(), list.size(), static_cast<Access>(access), checked_timeout(ttl_ms));
+        const auto window = self.node->registry().open_window(cache_id, runs_of(units), static_cast<Access>(access), checked_timeout(ttl_ms));
         return nb::bytes(window->name.data(), window->name.size());
       }, "cache_id"_a, "units"_a, "access"_a, "ttl_ms"_a)
       .def("close_window", [](PyNode& self, nb::bytes name) {

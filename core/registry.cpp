@@ -523,11 +523,15 @@ std::vector<std::shared_ptr<Segment>> Registry::segments() const {
 
 std::shared_ptr<Window> Registry::open_window(std::uint64_t cache_id, const std::int64_t* units, std::size_t n,
                                               Access access, std::int64_t ttl_ms) {
-  if (n == 0) throw Error(Kind::invalid_argument, "a window needs at least one block or row");
+  return open_window(cache_id, merge_units(units, n), access, ttl_ms);
+}
+
+std::shared_ptr<Window> Registry::open_window(std::uint64_t cache_id, std::vector<UnitRun> units, Access access, std::int64_t ttl_ms) {
+  if (units.empty()) throw Error(Kind::invalid_argument, "a window needs at least one block or row");
   if (ttl_ms <= 0) throw Error(Kind::invalid_argument, sentence("a window of ", ttl_ms, " ms: it must be more than 0"));
   auto window = std::make_shared<Window>();
   window->access = access;
-  window->units = merge_units(units, n);
+  window->units = std::move(units);
   check_listed_once(window->units);
   bool nearest = false;
   {

@@ -130,6 +130,7 @@ class Registry {
   // Error(not_found) for an unknown cache, Error(invalid_argument) for units outside it or none.
   std::shared_ptr<Window> open_window(std::uint64_t cache_id, const std::int64_t* units, std::size_t n, Access access,
                                       std::int64_t ttl_ms);
+  std::shared_ptr<Window> open_window(std::uint64_t cache_id, std::vector<UnitRun> units, Access access, std::int64_t ttl_ms);
   // Waits for whoever is inside. False if it had ended before (by time, by its cache, by another call) or never was.
   // Error(busy) as remove().
   bool close_window(const std::string& name);

@@ -369,3 +369,20 @@ def test_a_window_shows_its_own_blocks_and_no_others(peers: Peers, case: Case) -
     assert not ended(pushing, kvferry.CacheNotFound).bytes_touched
     ferry.nothing_changes(OLD)
     until(lambda: ferry.source.call("alive") == [True], "the link stands")
+
+
+def test_a_window_may_be_given_as_runs_of_units() -> None:
+    with kvferry.Node() as node:
+        cache = node.register("kv", [np.zeros((100, 64), np.uint8)])
+        name = node._core.open_window(cache.id, np.array([[0, 5], [90, 10]]), 1, 1000)
+        assert node._core.close_window(name)
+        for runs, words in (
+            ([[0, 0]], "run 0 is of 0 units"),
+            ([[-1, 3]], "from -1 on"),
+            ([[0, 1], [0, 1 << 32]], "run 1 is of 4294967296 units"),
+            ([[99, 2]], "block 100 of"),
+            ([[0, 5], [4, 2]], "4 twice"),
+            (np.zeros((0, 2), np.int64), "at least one"),
+        ):
+            with pytest.raises(kvferry.InvalidArgument, match=words):
+                node._core.open_window(cache.id, np.array(runs), 1, 1000)

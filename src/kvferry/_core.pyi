@@ -266,7 +266,8 @@ class Node:
     def cache_ids(self) -> list[int]: ...
     def open_window(
         self, cache_id: int, units: Sequence[int] | npt.NDArray[np.integer[Any]], access: int, ttl_ms: int
-    ) -> bytes: ...
+    ) -> bytes:
+        """``units``: their numbers, or an array [n, 2] of first numbers and counts."""
     def close_window(self, name: bytes) -> bool: ...
     def copy(self, source: Target, destination: Target, moves: Moves, offset_bytes: int = 0) -> Done:
         """Between two caches of this node (or within one: then in the given order), each by id; one side may be by addresses:
