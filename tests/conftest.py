@@ -1,9 +1,11 @@
 """What every test has: an end to hanging, and ``peers``; and which tests `make quick` leaves out."""
 
+import os
 from collections.abc import Callable, Iterator
 
 import pytest
 
+from namespace_support import Inside
 from support import Peer
 from support.watchdog import pytest_configure
 
@@ -44,3 +46,19 @@ def peers() -> Iterator[Callable[..., Peer]]:
             problems.append(problem)
     if problems:
         raise problems[0]
+
+
+@pytest.fixture
+def insides() -> Iterator[Callable[..., Inside]]:
+    """Starts processes in namespaces of their own (arguments as `Inside`) and ends them all when the test is over."""
+    if os.geteuid() != 0:
+        pytest.skip("namespaces of its own take root")
+    started: list[Inside] = []
+
+    def start(*arguments: object, **keywords: object) -> Inside:
+        started.append(Inside(*arguments, **keywords))  # type: ignore[arg-type]
+        return started[-1]
+
+    yield start
+    for one in started:
+        one.close()

@@ -3,11 +3,8 @@ namespaces. Each answer comes in time, names what it is about, and what was link
 
 import contextlib
 import json
-import os
 import resource
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,6 +16,7 @@ import pytest
 import kvferry
 from cgroup_support import memory_cgroup
 from failure_support import NEW, OLD, WHERE, Peers, Side, dice, ended, mapped, until
+from namespace_support import AWAIT_CABLE, INNER, Inside, cable
 from support import Peer
 
 pytestmark = pytest.mark.slow
@@ -391,48 +389,23 @@ for line in sys.stdin:
 """
 
 
-class Inside:
-    """A process with a node in namespaces of its own; ``before`` runs there first, in a shell."""
+@pytest.fixture
+def inside(insides: Callable[..., Inside]) -> Callable[..., "Puller"]:
+    return lambda *arguments, **keywords: Puller(insides(INSIDE, *arguments, **keywords))
 
-    def __init__(self, host: str, namespaces: "list[str]", before: str = "true") -> None:
-        command = ["unshare", *namespaces, "--kill-child", "--fork", "sh", "-c", f'{before} && exec "$0" "$@"']
-        self.process = subprocess.Popen(
-            [*command, sys.executable, "-c", INSIDE, host], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        self.host = host
+
+class Puller:
+    def __init__(self, inside: Inside) -> None:
+        self.process = inside.process
+        self.inside = inside
 
     def address(self) -> str:
-        assert self.process.stdout is not None
-        return self.process.stdout.readline().strip()
+        return self.inside.line()
 
     def pulls(self) -> "tuple[dict[str, str], dict[str, str]]":
         """By which transports it pulls over the link that there is, and its reasons."""
-        assert self.process.stdin is not None and self.process.stdout is not None
-        print("pull", file=self.process.stdin, flush=True)
-        by, reasons = json.loads(self.process.stdout.readline())
+        by, reasons = json.loads(self.inside.ask("pull"))
         return by, reasons
-
-    def close(self) -> None:
-        assert self.process.stdin is not None and self.process.stdout is not None
-        self.process.stdin.close()
-        self.process.stdout.close()
-        self.process.kill()
-        self.process.wait()
-
-
-@pytest.fixture
-def inside() -> Iterator[Callable[..., Inside]]:
-    if os.geteuid() != 0:
-        pytest.skip("namespaces of its own take root")
-    started: list[Inside] = []
-
-    def start(*arguments: Any, **keywords: Any) -> Inside:
-        started.append(Inside(*arguments, **keywords))
-        return started[-1]
-
-    yield start
-    for one in started:
-        one.close()
 
 
 def outside_pulls(node: kvferry.Node, link: kvferry.Link) -> "dict[str, str]":
@@ -474,48 +447,15 @@ def test_from_a_pid_namespace_of_its_own_it_cannot_read_who_is_outside_and_says_
         until(lambda: not link.alive, "its death is noticed", 2)
 
 
-NAME = f"kvf{os.getpid() % 100000}"
-
-
 def test_between_network_namespaces_sockets_are_used_and_the_reason_is_told(inside: Any) -> None:
-    outer, inner = f"{NAME}a", f"{NAME}b"
-    wait = f"until ip link show {inner} >/dev/null 2>&1; do sleep 0.05; done"
-    up = f"ip addr add 10.213.77.2/30 dev {inner} && ip link set {inner} up && ip link set lo up"
-    other = inside("10.213.77.2", ["--net"], before=f"{wait} && {up}")
-    try:
-        target = str(child_of(other.process.pid))
-        made = subprocess.run(
-            ["ip", "link", "add", outer, "type", "veth", "peer", "name", inner, "netns", target],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        if made.returncode:
-            pytest.skip(f"no pair of network devices can be made here: {made.stderr.strip()}")
-        subprocess.run(["ip", "addr", "add", "10.213.77.1/30", "dev", outer], check=True)
-        subprocess.run(["ip", "link", "set", outer, "up"], check=True)
-        with outside_node() as node, node.link(other.address(), 5000) as link:
-            assert outside_pulls(node, link) == {"owned": "socket", "pooled": "socket"}
-            by, reasons = other.pulls()
-            assert by == {"owned": "socket", "pooled": "socket"}
-            for found in (reasons, link.statistics().transports):
-                assert "network namespace" in found["map"] and "network namespace" in found["cma"]
-            begun = time.monotonic()
-            with pytest.raises(kvferry.KvferryError) as caught:
-                node.link("10.213.77.2:1", 500)
-            assert time.monotonic() - begun < 1.5 and "10.213.77.2:1" in caught.value.peer
-    finally:
-        subprocess.run(["ip", "link", "del", outer], capture_output=True, check=False)
-
-
-def child_of(pid: int) -> int:
-    """Of ``unshare --fork``: the process that is in the new namespaces."""
-    children: list[int] = []
-
-    def there() -> bool:
-        with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{pid}/children") as found:
-            children[:] = [int(word) for word in found.read().split()]
-        return bool(children)
-
-    until(there, "it has forked")
-    return children[0]
+    other = inside(INNER, ["--net"], before=AWAIT_CABLE)
+    with cable(other.inside), outside_node() as node, node.link(other.address(), 5000) as link:
+        assert outside_pulls(node, link) == {"owned": "socket", "pooled": "socket"}
+        by, reasons = other.pulls()
+        assert by == {"owned": "socket", "pooled": "socket"}
+        for found in (reasons, link.statistics().transports):
+            assert "network namespace" in found["map"] and "network namespace" in found["cma"]
+        begun = time.monotonic()
+        with pytest.raises(kvferry.KvferryError) as caught:
+            node.link(f"{INNER}:1", 500)
+        assert time.monotonic() - begun < 1.5 and f"{INNER}:1" in caught.value.peer

@@ -8,10 +8,11 @@ import ctypes
 import itertools
 import math
 import os
+import re
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -31,6 +32,7 @@ from llm_datadist import (
     LLMDataDist,
     LLMException,
     LLMRole,
+    LLMStatusCode,
     Placement,
     RegisterMemStatus,
     TransferConfig,
@@ -46,11 +48,23 @@ def free_port() -> int:
         return int(taken.getsockname()[1])
 
 
-def cluster(cluster_id: int, port: int) -> LLMClusterInfo:
+def status_of(call: Callable[[], object], match: str = "") -> LLMStatusCode:
+    """The status of the ``LLMException`` that the call raises, whose sentence has ``match`` in it."""
+    try:
+        result = call()
+    except LLMException as error:
+        raised = error
+    else:
+        raise AssertionError(f"no LLMException, but {result!r}")
+    assert re.search(match, str(raised)), str(raised)
+    return raised.status_code
+
+
+def cluster(cluster_id: int, port: int, host: str = LOOPBACK) -> LLMClusterInfo:
     info = LLMClusterInfo()
     info.remote_cluster_id = cluster_id
     info.append_local_ip_info(LOOPBACK, 0)
-    info.append_remote_ip_info(LOOPBACK, port)
+    info.append_remote_ip_info(host, port)
     return info
 
 
@@ -77,7 +91,7 @@ class Events(LayerSynchronizer):
 
 
 class Side:
-    def __init__(self, cluster_id: int, listen: bool = True, **settings: Any) -> None:
+    def __init__(self, cluster_id: int, listen: bool = True, host: str = LOOPBACK, **settings: Any) -> None:
         self.cluster_id = cluster_id
         self.port = settings.pop("port", None) or free_port()
         self.arrays: dict[int, list[Any]] = {}
@@ -91,7 +105,7 @@ class Side:
         for name, value in settings.items():
             setattr(config, name, value)
         if listen:
-            config.listen_ip_info = f"{LOOPBACK}:{self.port}"
+            config.listen_ip_info = f"{host}:{self.port}"
         self.options = config.generate_options()
         self.datadist = LLMDataDist(LLMRole.MIX, cluster_id)
         self.datadist.init(self.options)
@@ -111,8 +125,8 @@ class Side:
 
     # --- links
 
-    def link(self, cluster_id: int, port: int, timeout: int = 3000) -> tuple[int, list[int]]:
-        code, codes = self.datadist.link_clusters([cluster(cluster_id, port)], timeout)
+    def link(self, cluster_id: int, port: int, timeout: int = 3000, host: str = LOOPBACK) -> tuple[int, list[int]]:
+        code, codes = self.datadist.link_clusters([cluster(cluster_id, port, host)], timeout)
         return code, codes
 
     def unlink(self, cluster_id: int, port: int = 1, timeout: int = 3000, force: bool = False) -> tuple[int, list[int]]:
@@ -121,6 +135,10 @@ class Side:
 
     def link_table(self, name: str, ranks: dict[int, int], table: str) -> int:
         return self.datadist.link(name, ranks, table)
+
+    def link_listed(self, name: str, ranks: Sequence[tuple[int, int]], table: str) -> int:
+        """As `link_table`, for who has no dicts with numbers for keys."""
+        return self.link_table(name, dict(ranks), table)
 
     def link_tables(self, names: Sequence[str], ranks: dict[int, int], table: str) -> list[int]:
         """Each from a thread of its own."""

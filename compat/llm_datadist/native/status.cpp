@@ -34,6 +34,7 @@ constexpr Row by_call[] = {
     {"transfer", "closed", status::param_invalid},
     {"link", "peer_lost", status::link_failed},
     {"link", "not_found", status::link_failed},
+    {"link", "busy", status::link_failed},  // no descriptors left; LINK_BUSY is about transfers
     {"unlink", "peer_lost", status::unlink_failed},
     {"unlink", "link_failed", status::unlink_failed},
     {"unlink", "not_linked", status::success},
