@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from datadist_side import Events, Side
+from datadist_side import Events, Side, status_of
 
 from llm_datadist import (
     BlocksCacheKey,
@@ -14,7 +14,6 @@ from llm_datadist import (
     CacheKey,
     CacheKeyByIdAndIndex,
     DataType,
-    LLMException,
     LLMStatusCode,
     Placement,
     TransferConfig,
@@ -25,12 +24,6 @@ INVALID = LLMStatusCode.LLM_PARAM_INVALID
 NOT_LINKED = LLMStatusCode.LLM_NOT_YET_LINK
 NO_ID = 2**64 - 1
 POOL = '{"memory_size": 1048576}'
-
-
-def status_of(call: Callable[[], object]) -> LLMStatusCode:
-    with pytest.raises(LLMException) as caught:
-        call()
-    return caught.value.status_code
 
 
 def type_error(call: Callable[[], object]) -> None:
@@ -98,11 +91,23 @@ def test_arguments_of_register_blocks_cache(manager: Any) -> None:
     for addrs in ((1, 2), [1, -1]):
         type_error(lambda a=addrs: register(desc(), a))
     type_error(lambda: register(desc(), [1, 2], CacheKey(0, 1)))
-    type_error(lambda: register(desc(), [1, 2], BlocksCacheKey(0, -1)))
     described = desc()
     register(described, [1, 2])
     assert described._is_blocks
     assert not manager.register_cache(described, [1, 2]).is_blocks_cache
+
+
+def test_address_0_is_nowhere_and_fine_where_nobody_reaches_it(manager: Any) -> None:
+    host = desc(placement=Placement.HOST)
+    for private in ((host, None), (desc(), False)):
+        cache = manager.register_blocks_cache(private[0], [0, 1], None, private[1])
+        assert cache.tensor_addrs == [0, 1]
+    for reached in ((desc(), None), (host, True)):
+        assert status_of(lambda r=reached: manager.register_blocks_cache(r[0], [0, 1], None, r[1])) == INVALID
+    cpu = Cache.create_cpu_cache(host, [1, 1])
+    device = manager.register_blocks_cache(desc(), [0, 1], None, False)
+    for swap in ((cpu, device), (device, cpu)):
+        assert status_of(lambda s=swap: manager.swap_blocks(*s, {0: 0})) == INVALID
 
 
 def test_more_keys_than_rows_and_keys_named_twice_are_fine_when_registering(manager: Any) -> None:
@@ -198,6 +203,45 @@ def test_deallocating_a_registered_cache_only_forgets_its_addresses(pooled: Any)
     assert cache.tensor_addrs == []
 
 
+# --- keys
+
+
+NOBODY = [(None, 0), (-1, 0), (1 << 64, 0), (5, None), (5, -1), (5, 1 << 64)]
+
+
+@pytest.mark.parametrize("ids", NOBODY)
+def test_a_blocks_key_of_nobody_is_a_type_error_wherever_it_is_used(remote: Any, ids: tuple[Any, Any]) -> None:
+    key = BlocksCacheKey(*ids)  # which lets it through
+    cache = remote.register_blocks_cache(desc(), [1, 2])
+    uses: dict[str, Callable[[], object]] = {
+        "pull": lambda: remote.pull_blocks(key, cache, [0], [0]),
+        "push": lambda: remote.push_blocks(key, cache, [0], [0]),
+        "register": lambda: remote.register_blocks_cache(desc(), [1, 2], key),
+        "transfer": lambda: remote.transfer_cache_async(
+            cache, Events(1), [TransferWithCacheKeyConfig(key, range(1), range(1))], [0], [0]
+        ),
+    }
+    for use in uses.values():
+        with pytest.raises(TypeError, match="cluster_id and model_id only support"):
+            use()
+
+
+def test_allocating_for_a_key_of_nobody_takes_nothing(pooled: Any) -> None:
+    for ids in NOBODY:
+        type_error(lambda i=ids: pooled.allocate_blocks_cache(desc(), BlocksCacheKey(*i)))
+    assert pooled.allocate_cache(desc()).cache_id == 1
+
+
+def test_keys_of_true_and_of_the_largest_ids_are_keys(remote: Any) -> None:
+    rows, blocks = remote.register_cache(desc(), [1, 2]), remote.register_blocks_cache(desc(), [1, 2])
+    for number in (True, NO_ID):
+        key = BlocksCacheKey(number, number)
+        for call in (remote.pull_blocks, remote.push_blocks):
+            assert status_of(lambda c=call, k=key: c(k, blocks, [0], [0])) in (NOT_LINKED, INVALID)  # 1 is this side
+        remote.register_blocks_cache(desc(), [1, 2], key)
+    assert status_of(lambda: remote.push_cache(CacheKeyByIdAndIndex(NO_ID, True, True), rows)) == NOT_LINKED
+
+
 # --- pull
 
 
@@ -217,6 +261,7 @@ def test_arguments_of_pull_cache(manager: Any) -> None:
     for wrong in ((BlocksCacheKey(5), cache), (key, 1), (key, cache, "0"), (key, cache, None), (key, cache, 0, 1.0)):
         type_error(lambda w=wrong: pull(*w))
     out_of_range(lambda: pull(key, cache, -1))
+    assert status_of(lambda: pull(key, cache, 4), "batch_index is 4, the cache has 4 rows") == INVALID
     with pytest.raises(AttributeError):
         pull(None, cache)
     gone = Cache(99, desc(), [1, 2], manager)
@@ -333,6 +378,7 @@ def test_arguments_of_push_cache(remote: Any) -> None:
     for wrong in ((None, cache), (CacheKey(5, 1), cache), (key, 1), (key, cache, "0"), (key, cache, 0, [0])):
         type_error(lambda w=wrong: push(*w))
     out_of_range(lambda: push(key, cache, -1))
+    assert status_of(lambda: push(key, cache, 4), "src_batch_index is 4, the cache has 4 rows") == INVALID
     out_of_range(lambda: push(key, cache, tensor_num_per_layer=-1))
     push(key, cache, tensor_num_per_layer=11)  # no layer at all: nothing is sent, not even a link is looked for
 
@@ -395,6 +441,8 @@ def test_arguments_of_transfer_cache_async(manager: Any) -> None:
         assert status_of(lambda b=broken: transfer(*b)) == INVALID, broken
     for blocks, size in (([0], 0), ([0], 32), ([0] * 5, 8)):  # the engine's refusals are the task's to tell
         assert transfer(cache, events, [config], None, blocks, size).get_results() == [INVALID]
+    row_4 = TransferConfig(5, [1, 2, 3, 4], None, 4)
+    assert transfer(cache, events, [row_4]).get_results(5000) == [INVALID]
 
 
 def test_a_missing_range_is_written_back(manager: Any) -> None:

@@ -1,6 +1,7 @@
 """``LLMDataDist``: init and finalize, links by address, roles; with real nodes."""
 
 import gc
+import json
 import os
 import socket
 import subprocess
@@ -9,9 +10,15 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from datadist_side import LOOPBACK, Side, cluster, free_port
+from datadist_side import LOOPBACK, Events, Side, cluster, free_port, status_of
 
 from llm_datadist import (
+    BlocksCacheKey,
+    Cache,
+    CacheDesc,
+    CacheKey,
+    CacheKeyByIdAndIndex,
+    DataType,
     LLMClusterInfo,
     LLMConfig,
     LLMDataDist,
@@ -20,19 +27,16 @@ from llm_datadist import (
     LLMStatusCode,
     MemInfo,
     Memtype,
+    Placement,
+    TransferWithCacheKeyConfig,
 )
 from llm_datadist.v2.llm_datadist import _shutdown_handler
 from support import Peer
 
 HERE, THERE = 1, 0
+POOLS = ["llm.MemPoolConfig", "llm.HostMemPoolConfig"]
 SHAPE = [4, 4, 8]
 SUCCESS, INVALID = LLMStatusCode.LLM_SUCCESS, LLMStatusCode.LLM_PARAM_INVALID
-
-
-def status_of(call: Callable[[], object], match: str | None = None) -> LLMStatusCode:
-    with pytest.raises(LLMException, match=match) as caught:
-        call()
-    return caught.value.status_code
 
 
 def both(code: LLMStatusCode) -> tuple[LLMStatusCode, list[LLMStatusCode]]:
@@ -92,16 +96,68 @@ def test_init_again_after_finalize_counts_caches_from_1(here: Side) -> None:
     assert here.register(SHAPE) == 1
 
 
-def test_a_kept_manager_of_a_finalized_engine_answers_errors(here: Side) -> None:
-    manager, cache = here.manager, here.caches[here.register(SHAPE)]
-    addresses = cache.tensor_addrs
+@pytest.mark.parametrize("pool", ["", '{"memory_size": 1048576}'])
+def test_a_kept_manager_of_a_finalized_engine_answers_errors(start_here: Callable[..., Side], pool: str) -> None:
+    """``LLM_FAILED`` for what registers, allocates or maps, ``LLM_PARAM_INVALID`` for what names a cache or a key."""
+    here = start_here(listen=False, enable_remote_cache_accessible=True, mem_pool_cfg=pool)
+    manager = here.manager
+    rows, blocks = here.caches[here.register(SHAPE)], here.caches[here.register(SHAPE, blocks=True)]
+    pooled = manager.allocate_cache(rows.cache_desc) if pool else rows
+    stranger = Cache(99, rows.cache_desc, rows.tensor_addrs, manager)
+    host = CacheDesc(4, SHAPE, DataType.DT_FLOAT, Placement.HOST)
+    cpu = Cache.create_cpu_cache(host, [array.ctypes.data for array in here.arrays[rows.cache_id]])
+    by_id, by_model = CacheKeyByIdAndIndex(THERE, 1), BlocksCacheKey(THERE)
+    config = TransferWithCacheKeyConfig(by_id, range(2), range(2))
+    addresses = list(rows.tensor_addrs)
     here.finalize()
-    assert status_of(lambda: manager.register_cache(cache.cache_desc, addresses)) == LLMStatusCode.LLM_FAILED
-    from llm_datadist import CacheKey
-
-    assert status_of(lambda: manager.pull_cache(CacheKey(0, 1), cache)) == INVALID
+    broken = CacheDesc(4, [0], DataType.DT_FLOAT)
+    failed: list[Callable[[], object]] = [
+        lambda: manager.register_cache(rows.cache_desc, addresses),
+        lambda: manager.register_cache(broken, addresses),
+        lambda: manager.register_blocks_cache(rows.cache_desc, addresses),
+        lambda: manager.unregister_cache(rows.cache_id),
+        lambda: manager.unregister_cache(99),
+        lambda: manager.remap_registered_memory(MemInfo(Memtype.MEM_TYPE_DEVICE, 1, 1)),
+        lambda: manager.remap_registered_memory([]),
+    ]
+    if pool:
+        failed.append(lambda: manager.allocate_cache(rows.cache_desc))
+        failed.append(lambda: manager.allocate_blocks_cache(CacheDesc(1, [1 << 20], DataType.DT_INT8)))
+    invalid: list[Callable[[], object]] = [
+        lambda: manager.deallocate_cache(rows),
+        lambda: manager.deallocate_cache(pooled),
+        lambda: manager.deallocate_cache(stranger),
+        lambda: manager.deallocate_blocks_cache(blocks),
+        lambda: manager.remove_cache_key(CacheKey(0, 1)),
+        lambda: manager.pull_cache(by_id, rows),
+        lambda: manager.pull_cache(by_id, stranger),
+        lambda: manager.pull_blocks(by_model, blocks, [0], [0]),
+        lambda: manager.push_cache(by_id, rows),
+        lambda: manager.push_blocks(by_model, blocks, [0], [0]),
+        lambda: manager.copy_cache(rows, rows, 1, 0),
+        lambda: manager.copy_cache(rows, stranger),
+        lambda: manager.copy_blocks(blocks, {0: [1]}),
+        lambda: manager.swap_blocks(blocks, cpu, {0: 1}),
+    ]
+    assert [status_of(call) for call in failed] == [LLMStatusCode.LLM_FAILED] * len(failed)
+    assert [status_of(call) for call in invalid] == [INVALID] * len(invalid)
+    for cache in (rows, stranger):
+        assert manager.transfer_cache_async(cache, Events(2), [config]).synchronize(5000) == INVALID
+    assert rows.tensor_addrs == addresses
     with pytest.raises(RuntimeError, match="not initialized"):
         _ = here.datadist.cache_manager
+
+
+@pytest.mark.parametrize("other", [0, 1 << 30, (1 << 63) - 1])
+@pytest.mark.parametrize("name", POOLS)
+def test_a_pool_that_the_machine_can_never_give_fails_init(name: str, other: int) -> None:
+    options = {"llm.EnableCacheManager": "1", name: json.dumps({"memory_size": 9_000_000_000_000_000})}
+    if other:
+        options |= {key: json.dumps({"memory_size": other}) for key in POOLS if key != name}
+    datadist = LLMDataDist(LLMRole.MIX, 1)
+    told = "pools are to have 9[0-9]+ bytes, and this machine has [0-9]+"
+    assert status_of(lambda: datadist.init(options), told) == LLMStatusCode.LLM_OUT_OF_MEMORY
+    assert LLMDataDist.llm_engine_instance is None
 
 
 @pytest.mark.parametrize(

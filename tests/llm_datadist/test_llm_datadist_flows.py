@@ -5,9 +5,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from datadist_side import Side, at
+from datadist_side import Side, at, status_of
 
-from llm_datadist import LLMException, LLMStatusCode
+from llm_datadist import LLMStatusCode
 from support import Peer
 
 pytestmark = pytest.mark.quick(
@@ -20,12 +20,6 @@ HERE, THERE = 1, 0
 SUCCESS = LLMStatusCode.LLM_SUCCESS
 SHAPE = [4, 4, 8]
 MANY_BLOCKS = [10, 128]
-
-
-def status_of(call: Callable[[], object]) -> LLMStatusCode:
-    with pytest.raises(LLMException) as caught:
-        call()
-    return caught.value.status_code
 
 
 def filled(peer: Peer, **how: Any) -> int:

@@ -68,6 +68,7 @@ DEEP = {
         "check_list_uint64 check_isinstance check_dict check_inner check_positive_or_set_default"
     ),
     "llm_datadist.utils.log": "_find_caller get_logger",
+    "llm_datadist.metadef_wrapper": "",
     "llm_datadist.llm_datadist_wrapper": "kSuccess calc_tensor_size dict_to_vector",
 }
 

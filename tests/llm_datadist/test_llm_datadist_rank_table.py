@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from datadist_side import LOOPBACK, Side, free_port
+from datadist_side import LOOPBACK, Side, free_port, status_of
 
-from llm_datadist import LLMException, LLMStatusCode, RegisterMemStatus
+from llm_datadist import LLMException, LLMRole, LLMStatusCode, RegisterMemStatus
 from support import Peer
 
 HERE, THERE = 1, 0
@@ -40,12 +40,6 @@ def table(*servers: tuple[str, list[int]]) -> str:
 
 ONE_SERVER = table(("10.9.8.7", [0, 1]))  # whose address is nobody's here: all of its devices are on this host
 TWO_SERVERS = table(("127.0.0.2", [0]), ("127.0.0.3", [1]))
-
-
-def status_of(call: Callable[[], object]) -> LLMStatusCode:
-    with pytest.raises(LLMException) as caught:
-        call()
-    return caught.value.status_code
 
 
 @pytest.fixture
@@ -180,6 +174,36 @@ def test_a_peer_that_never_comes_ends_as_failed(start_here: Callable[..., Side],
     assert 0.9 < time.monotonic() - started < 5
     assert here.status(comm) is FAILED
     here.unlink_table(comm)
+
+
+@pytest.mark.parametrize("ranks", [RANKS, {HERE: 0, THERE: 1}], ids=["higher", "lowest"])
+def test_a_role_is_not_switched_while_a_communicator_is_under_construction(
+    sides: tuple[Side, Peer], ranks: dict[int, int]
+) -> None:
+    here, there = sides
+    comm = here.link_table("comm", ranks, ONE_SERVER)
+    time.sleep(0.3)  # it is at the meeting place and has said where it listens
+    switch = lambda: here.datadist.switch_role(LLMRole.DECODER)  # noqa: E731
+    assert status_of(switch, r"communicators \[1\] are under construction") == LLMStatusCode.LLM_EXIST_LINK
+    theirs = there.call("link_table", "comm", ranks, ONE_SERVER)
+    assert (here.settled(comm), there.call("settled", theirs)) == (OK, OK)
+    assert status_of(switch) == LLMStatusCode.LLM_EXIST_LINK
+    here.unlink_table(comm)
+    switch()
+    there.call("unlink_table", theirs)
+    comms = here.link_table("comm", ranks, ONE_SERVER), there.call("link_table", "comm", ranks, ONE_SERVER)
+    assert (here.settled(comms[0]), there.call("settled", comms[1])) == (OK, OK)
+
+
+def test_roles_are_switched_once_a_communicator_is_given_up(
+    start_here: Callable[..., Side], meeting: dict[str, Any]
+) -> None:
+    here = start_here(link_total_time=1, **meeting)
+    comm = here.link_table("given up", RANKS, ONE_SERVER)
+    here.unlink_table(comm)
+    here.datadist.switch_role(LLMRole.DECODER)
+    assert here.settled(here.link_table("failed", RANKS, ONE_SERVER)) is FAILED
+    here.datadist.switch_role(LLMRole.PROMPT)
 
 
 def test_ranks_that_differ_do_not_meet(

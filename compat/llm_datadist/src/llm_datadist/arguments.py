@@ -12,16 +12,18 @@ from typing import Any
 
 from llm_datadist import _rules
 from llm_datadist.cache import Cache, CacheDesc, MemInfo
-from llm_datadist.data_type import dtype_to_size_bytes
+from llm_datadist.data_type import DataType, dtype_to_size_bytes
 from llm_datadist.enums import Memtype, Placement
-from llm_datadist.keys import NO_ID, CacheKey
+from llm_datadist.keys import NO_ID, BlocksCacheKey, CacheKey
 from llm_datadist.status import raise_if_false
 from llm_datadist.transfer import LayerSynchronizer, TransferConfig, TransferWithCacheKeyConfig, check_layer_range
 from llm_datadist.utils.utils import (
     check_inner,
     check_int64,
     check_isinstance,
+    check_list_int64,
     check_list_uint64,
+    check_object,
     check_uint32,
     check_uint64,
 )
@@ -39,6 +41,14 @@ def rules_as_exceptions() -> Iterator[None]:
 # -- caches
 
 
+def description(cache_desc: CacheDesc) -> None:
+    """What its constructor lets through, or somebody has written into its shape since, ends here: ``TypeError``."""
+    check_object("cache_desc", cache_desc, CacheDesc)
+    check_isinstance("data_type", cache_desc.data_type, DataType, allow_none=False)
+    check_isinstance("placement", cache_desc.placement, Placement, allow_none=False)
+    check_list_int64("shape", cache_desc.shape)
+
+
 def geometry(cache_desc: CacheDesc) -> tuple[int, int]:
     """(bytes of one row or block, how many) of each tensor."""
     with rules_as_exceptions():
@@ -47,8 +57,8 @@ def geometry(cache_desc: CacheDesc) -> tuple[int, int]:
 
 def addresses(cache_desc: CacheDesc, addrs: list[int], exact: bool) -> None:
     """The addresses of a registration; ``exact``: as many as tensors and none of them 0."""
-    check_isinstance("cache_desc", cache_desc, CacheDesc)
-    check_isinstance("addrs", addrs, list)
+    description(cache_desc)
+    check_isinstance("addrs", addrs, list, allow_none=False)
     check_inner("addrs", addrs, int)
     raise_if_false(len(addrs) > 0, "addrs is empty")
     if exact:
@@ -65,7 +75,7 @@ def addresses(cache_desc: CacheDesc, addrs: list[int], exact: bool) -> None:
 
 
 def cache_keys(keys: Sequence[CacheKey]) -> None:
-    check_isinstance("cache_keys", keys, [list, tuple])
+    check_isinstance("cache_keys", keys, [list, tuple], allow_none=False)
     check_inner("cache_keys", keys, CacheKey)
 
 
@@ -81,13 +91,20 @@ def cache_key(key: CacheKey) -> None:
 # -- moving
 
 
-def size(value: int) -> None:
-    check_int64("size", value)
+def size(value: int) -> int:
+    value = check_int64("size", value)
     raise_if_false(value == -1 or value > 0, "size must be -1 or over 0, but got {}", value)
+    return value
+
+
+def row(name: str, value: int, count: int) -> None:
+    """A row of a cache of this side, which has ``count``."""
+    if value >= count:
+        raise_if_false(False, "{} is {}, the cache has {} rows", name, value, count)
 
 
 def tensors_per_layer(value: int) -> int:
-    check_uint32("tensor_num_per_layer", value)
+    value = check_uint32("tensor_num_per_layer", value)
     raise_if_false(value > 0, "tensor_num_per_layer must be over 0")
     return value
 
@@ -119,7 +136,7 @@ def push_layers(
 
 def swap(src_cache: Cache, dst_cache: Cache, src_to_dst: dict[int, int]) -> None:
     for name, cache in (("src_cache", src_cache), ("dst_cache", dst_cache)):
-        check_isinstance(name, cache, Cache)
+        check_object(name, cache, Cache)
         raise_if_false(cache.is_blocks_cache, "{} must be a blocks cache", name)
     check_isinstance("src_to_dst", src_to_dst, dict, allow_none=False)
     check_inner("src_to_dst", src_to_dst.keys(), int)
@@ -201,6 +218,7 @@ def _check_config(config: TransferConfig | TransferWithCacheKeyConfig, num_layer
     layers = config.src_layer_range
     raise_if_false(layers.stop <= num_layers, "src_layer_range {} is outside the {} layers", layers, num_layers)
     if isinstance(config, TransferConfig):
+        check_list_uint64("dst_addrs", config.dst_addrs)
         raise_if_false(
             len(config.dst_addrs) == 2 * len(layers),
             "dst_addrs must have 2 addresses for each of {} layers, but has {}",
@@ -213,3 +231,6 @@ def _check_config(config: TransferConfig | TransferWithCacheKeyConfig, num_layer
             "dst_layer_range must have as many layers as src_layer_range: {}",
             config,
         )
+        if isinstance(config.cache_key, BlocksCacheKey):
+            config.cache_key._check_ids()
+        check_uint64("dst_cluster_id", config.dst_cluster_id)

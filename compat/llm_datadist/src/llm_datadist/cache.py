@@ -8,7 +8,14 @@ from typing import Any
 from llm_datadist.data_type import DataType, dtype_to_size_bytes
 from llm_datadist.enums import Memtype, Placement
 from llm_datadist.status import LLMStatusCode, raise_if_false
-from llm_datadist.utils.utils import check_inner, check_int32, check_isinstance, check_list_int64, check_uint32
+from llm_datadist.utils.utils import (
+    check_inner,
+    check_int32,
+    check_isinstance,
+    check_list_int64,
+    check_object,
+    check_uint32,
+)
 
 
 class CacheDesc:
@@ -24,11 +31,11 @@ class CacheDesc:
         seq_len_dim_index: int = -1,
         kv_tensor_format: str | None = None,
     ) -> None:
-        check_uint32("num_tensors", num_tensors)
+        self._num_tensors = check_uint32("num_tensors", num_tensors)
         check_list_int64("shape", shape)
         check_isinstance("data_type", data_type, DataType)
         check_isinstance("placement", placement, Placement)
-        check_isinstance("batch_dim_index", batch_dim_index, int)
+        check_isinstance("batch_dim_index", batch_dim_index, int, allow_none=False)
         raise_if_false(
             0 <= batch_dim_index < len(shape),
             "batch_dim_index is {}, shape has {} dimensions",
@@ -43,7 +50,6 @@ class CacheDesc:
             len(shape),
         )
         check_isinstance("kv_tensor_format", kv_tensor_format, str)
-        self._num_tensors = num_tensors
         self._shape: Any = shape  # the caller's own list: update_dim writes into it
         self._data_type = data_type
         self._placement = placement
@@ -97,6 +103,7 @@ class CacheDesc:
                 self._shape,
                 status_code=LLMStatusCode.LLM_SUCCESS,  # so in the vendor's; callers look at the text
             )
+            check_isinstance("data_type", self._data_type, DataType, allow_none=False)
             self._size = math.prod(self._shape) * dtype_to_size_bytes[self._data_type]
         return self._size
 
@@ -135,7 +142,7 @@ class Cache:
     @classmethod
     def create_cpu_cache(cls, cache_desc: CacheDesc, addrs: list[int]) -> Cache:
         """Host memory as an operand of ``swap_blocks``, and of nothing else."""
-        check_isinstance("cache_desc", cache_desc, CacheDesc)
+        check_object("cache_desc", cache_desc, CacheDesc)
         check_isinstance("addrs", addrs, list, allow_none=False)
         check_inner("addrs", addrs, int)
         raise_if_false(cache_desc.placement == Placement.HOST, "placement of a cpu cache must be HOST")
@@ -194,7 +201,7 @@ class KvCache:
 
     @classmethod
     def create_cpu_cache(cls, cache_desc: CacheDesc, addrs: list[int] | list[list[int]]) -> KvCache:
-        check_isinstance("cache_desc", cache_desc, CacheDesc)
+        check_object("cache_desc", cache_desc, CacheDesc)
         check_isinstance("addrs", addrs, list, allow_none=False)
         raise_if_false(cache_desc.placement == Placement.HOST, "placement of a cpu cache must be HOST")
         raise_if_false(bool(addrs), "addrs is empty")

@@ -77,6 +77,10 @@ class Communicators:
             if member.cluster_id not in needed:
                 self._engine.unlink_for_table(member.cluster_id)
 
+    def under_construction(self) -> list[int]:
+        with self._lock:
+            return [comm_id for comm_id, one in self._by_id.items() if one.state is RegisterMemStatus.PREPARING]
+
     def stop(self) -> None:
         """Nothing is built any more from here on; `join` waits for the threads."""
         with self._lock:

@@ -11,7 +11,7 @@ from typing import Any
 
 from llm_datadist._rules import ip_to_int
 from llm_datadist.status import raise_if_false
-from llm_datadist.utils.utils import check_dict, check_int32, check_isinstance, check_uint32
+from llm_datadist.utils.utils import check_dict, check_int32, check_isinstance, check_object, check_uint32
 
 _MAX_INT32 = (1 << 31) - 1
 _MAX_UINT32 = (1 << 32) - 1
@@ -93,17 +93,17 @@ def _is_share(name: str, value: Any) -> None:
 
 
 def _is_texts(name: str, value: Any) -> None:
-    if value is None:
-        value.keys  # noqa: B018 (AttributeError here, as with the vendor)
+    check_object(name, value, dict)
     check_dict(name, value, str, str)
 
 
 def _is_json(name: str, value: Any) -> None:
+    check_isinstance(name, value, str, allow_none=False)
     json.loads(value)
 
 
 def _text_if_set(value: Any) -> str | None:
-    return None if value is None else str(value)
+    return None if value is None else str(int(value) if isinstance(value, bool) else value)
 
 
 def _text_if_any(value: Any) -> str | None:
@@ -150,7 +150,7 @@ class LlmConfig:
         "Milliseconds for one transfer; unset: 1000.",
     )
     link_total_time = _Option(
-        "llm.LinkTotalTime", _is_between(0, _MAX_UINT32), _text_if_set, 0, "Seconds for one ``link()``; 0: 30 seconds."
+        "llm.LinkTotalTime", _is_between(0, _MAX_UINT32), _text_if_set, 0, "Seconds for one ``link()``; 0: 120 seconds."
     )
     link_retry_count = _Option("llm.LinkRetryCount", _is_between(1, 100), _text_if_set, 1, "Accepted, without effect.")
     rdma_traffic_class = _Option("llm.RdmaTrafficClass", check_uint32, _text_if_set, None, "Accepted, without effect.")

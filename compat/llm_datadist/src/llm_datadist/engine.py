@@ -44,10 +44,11 @@ def translated(error: kvferry.KvferryError, function: str, call: str = "transfer
 
 class Engine:
     def __init__(self, cluster_id: int, options: EngineOptions) -> None:
-        """Opens the node; raises ``kvferry.KvferryError``."""
+        """Opens the node; raises ``kvferry.KvferryError``, and ``LLMException`` for pools that this machine can never give."""
         self.cluster_id = cluster_id
         self.options = options
         self.timeout_ms = options.timeout_ms
+        _check_pools(options)
         self._program = f"{_PROGRAM}, caches by {'id' if options.remote else 'key'}"
         self.node = _open_node(cluster_id, options, self._program)
         self.closed = False
@@ -259,9 +260,16 @@ class Engine:
 
     def switch_role(self, listen: tuple[str, int] | None) -> None:
         """Moves the listener to ``listen``, closes it for None. Nothing has changed if the call raises."""
-        function = "switch_role"
+        with self._lock:  # a communicator hears of the address before or after the move, and not in the middle
+            self._move_listener(listen, "switch_role")
+
+    def _move_listener(self, listen: tuple[str, int] | None, function: str) -> None:
         if self.has_links() and not self.options.hixl:
             raise failure(_rules.EXIST_LINK, function, "there are links; unlink them first")
+        building = self.communicators.under_construction()
+        if building:  # the other members were told where this one listens
+            sentence = f"communicators {building} are under construction; wait for them, or unlink them first"
+            raise failure(_rules.EXIST_LINK, function, sentence)
         if listen is not None and self._listen is not None and listen[1] == self._listen[1]:
             return
         if self.options.hixl:
@@ -278,6 +286,25 @@ class Engine:
                 self.node.listen(f"{before[0]}:{before[1]}")
                 self._listen = before
             raise translated(error, function, "listen") from error
+
+
+def _check_pools(options: EngineOptions) -> None:
+    """A pool takes its memory when it is used, so that one too large for the machine would be found out late."""
+    wanted = sum(pool.size_bytes for pool in (options.device_pool, options.host_pool) if pool is not None)
+    has = _machine_bytes()
+    if has is not None and wanted > has:
+        sentence = f"the pools are to have {wanted} bytes, and this machine has {has}, swap space included"
+        raise failure(_rules.OUT_OF_MEMORY, "init", sentence)
+
+
+def _machine_bytes() -> int | None:
+    """All memory and swap space there is, used or not; None if the kernel does not say."""
+    try:
+        with open("/proc/meminfo") as lines:
+            said = {name: int(rest.split()[0]) * 1024 for name, _, rest in (line.partition(":") for line in lines)}
+        return said["MemTotal"] + said["SwapTotal"]
+    except (OSError, ValueError, KeyError, IndexError):
+        return None
 
 
 def _open_node(cluster_id: int, options: EngineOptions, program: str) -> kvferry.Node:

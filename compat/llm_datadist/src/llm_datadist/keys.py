@@ -18,12 +18,10 @@ class CacheKey:
     def __init__(self, *args: int, **kwargs: int) -> None:
         values = _by_name("CacheKey", self._ORDER, args, kwargs)
         raise_if_false("req_id" in values, "req_id is required")
-        self._cluster_id: int = values["cluster_id"]
-        self._req_id: int = values["req_id"]
-        self._model_id: int = values.get("model_id", 0)
-        self._prefix_id: int = values.get("prefix_id", NO_ID)
-        for name in self._ORDER:
-            check_uint64(name, getattr(self, name))
+        self._cluster_id = check_uint64("cluster_id", values["cluster_id"])
+        self._req_id = check_uint64("req_id", values["req_id"])
+        self._model_id = check_uint64("model_id", values.get("model_id", 0))
+        self._prefix_id = check_uint64("prefix_id", values.get("prefix_id", NO_ID))
 
     @property
     def cluster_id(self) -> int:
@@ -64,6 +62,15 @@ class BlocksCacheKey:
         self._model_id: int = values.get("model_id", 0)
         check_isinstance("cluster_id", self._cluster_id, int)
         check_isinstance("model_id", self._model_id, int)
+        ids = self._cluster_id, self._model_id
+        self._fits = all(number is not None and 0 <= number <= NO_ID for number in ids)
+        if self._fits:
+            self._cluster_id, self._model_id = map(int, ids)
+
+    def _check_ids(self) -> None:
+        """``TypeError`` for ids of no cluster and no model, which the constructor lets through: for every use of the key."""
+        if not self._fits:
+            raise TypeError(f"cluster_id and model_id only support integers from 0 to 2^64-1, but got {self}")
 
     @property
     def cluster_id(self) -> int:
@@ -85,12 +92,9 @@ class CacheKeyByIdAndIndex:
     """A cache by the id that its owner's engine gave it, and a row of it."""
 
     def __init__(self, cluster_id: int, cache_id: int, batch_index: int = 0) -> None:
-        check_uint64("cluster_id", cluster_id)
-        check_int64("cache_id", cache_id)
-        check_uint32("batch_index", batch_index)
-        self._cluster_id = cluster_id
-        self._cache_id = cache_id
-        self._batch_index = batch_index
+        self._cluster_id = check_uint64("cluster_id", cluster_id)
+        self._cache_id = check_int64("cache_id", cache_id)
+        self._batch_index = check_uint32("batch_index", batch_index)
 
     @property
     def cluster_id(self) -> int:

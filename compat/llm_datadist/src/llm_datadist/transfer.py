@@ -26,6 +26,7 @@ def check_layer_range(name: str, layers: range | None) -> None:
     check_isinstance(name, layers, range)
     raise_if_false(layers.step == 1, "{} must have step 1, but got {}", name, layers)
     raise_if_false(0 <= layers.start < layers.stop, "{} must have 0 <= start < stop, but got {}", name, layers)
+    check_uint32(name, layers.stop)
 
 
 class TransferConfig:
@@ -53,8 +54,7 @@ class TransferConfig:
 
     @dst_cluster_id.setter
     def dst_cluster_id(self, cluster_id: int) -> None:
-        check_uint64("dst_cluster_id", cluster_id)
-        self._dst_cluster_id = cluster_id
+        self._dst_cluster_id = check_uint64("dst_cluster_id", cluster_id)
 
     @property
     def dst_addrs(self) -> Sequence[int]:
@@ -80,8 +80,7 @@ class TransferConfig:
 
     @src_batch_index.setter
     def src_batch_index(self, index: int) -> None:
-        check_uint32("src_batch_index", index)
-        self._src_batch_index = index
+        self._src_batch_index = check_uint32("src_batch_index", index)
 
     def __repr__(self) -> str:
         return (
@@ -153,8 +152,7 @@ class TransferWithCacheKeyConfig:
 
     @src_batch_index.setter
     def src_batch_index(self, index: int) -> None:
-        check_uint32("src_batch_index", index)
-        self._src_batch_index = index
+        self._src_batch_index = check_uint32("src_batch_index", index)
 
     def __repr__(self) -> str:
         return (

@@ -22,6 +22,7 @@ from llm_datadist.utils.utils import (
     check_block_list,
     check_int64,
     check_isinstance,
+    check_object,
     check_uint32,
     check_uint64,
 )
@@ -44,6 +45,7 @@ class CacheManager(CacheTable):
     @staticmethod
     def check_cache_key(cache_key: CacheKey) -> None:
         """``LLMException`` unless exactly one of request and prefix id is given."""
+        check_object("cache_key", cache_key, CacheKey)
         arguments.cache_key(cache_key)
 
     # -- pull
@@ -58,17 +60,18 @@ class CacheManager(CacheTable):
     ) -> None:
         """One row of the cluster's cache into row ``batch_index`` of ``cache``, for each tensor or the layers given."""
         if self._options.remote:
-            check_isinstance("cache_key", cache_key, CacheKeyByIdAndIndex)
+            check_object("cache_key", cache_key, CacheKeyByIdAndIndex)
         else:
-            check_isinstance("cache_key", cache_key, _PULL_CACHE_KEYS)
-        check_isinstance("cache", cache, Cache)
+            check_object("cache_key", cache_key, _PULL_CACHE_KEYS)
+        check_object("cache", cache, Cache)
         raise_if_false(not cache.is_blocks_cache, "cache must not be a blocks cache: use pull_blocks")
-        check_uint32("batch_index", batch_index)
-        arguments.size(size)
+        batch_index = check_uint32("batch_index", batch_index)
+        size = arguments.size(size)
         if isinstance(cache_key, CacheKey):
             arguments.cache_key(cache_key)
         moves = _pull_layer_moves(kwargs, cache) if kwargs else {}
         mine = self._own("pull_cache", cache)
+        arguments.row("batch_index", batch_index, mine.count)
         link = self._engine.link_to(cache_key.cluster_id, "pull_cache")
         try:
             source, row = self._named(cache_key)
@@ -95,18 +98,20 @@ class CacheManager(CacheTable):
         **kwargs: Any,
     ) -> None:
         """Block ``src_blocks[i]`` into block ``dst_blocks[i]``; a key of a row fills the blocks with the row."""
-        check_isinstance("src_cache_key", src_cache_key, _PULL_BLOCKS_KEYS)
-        check_isinstance("dst_cache", dst_cache, Cache)
+        check_object("src_cache_key", src_cache_key, _PULL_BLOCKS_KEYS)
+        check_object("dst_cache", dst_cache, Cache)
         if not dst_cache.is_blocks_cache:
             raise_if_false(False, "dst_cache must be a blocks cache: use pull_cache")
-        check_block_list("src_blocks", src_blocks)
-        check_block_list("dst_blocks", dst_blocks)
+        sources = check_block_list("src_blocks", src_blocks)
+        into = check_block_list("dst_blocks", dst_blocks)
         if not dst_blocks:
             raise_if_false(False, "dst_blocks is empty")
         from_blocks = isinstance(src_cache_key, BlocksCacheKey)
         if bool(src_blocks) != from_blocks:
             raise_if_false(False, "src_blocks must be given with a BlocksCacheKey, and with no other key")
-        if isinstance(src_cache_key, CacheKey):
+        if isinstance(src_cache_key, BlocksCacheKey):
+            src_cache_key._check_ids()
+        elif isinstance(src_cache_key, CacheKey):
             arguments.cache_key(src_cache_key)
         moves = _pull_layer_moves(kwargs, dst_cache) if kwargs else {}
         mine = self._own("pull_blocks", dst_cache)
@@ -116,15 +121,13 @@ class CacheManager(CacheTable):
             if moves:
                 self._complete_layers(moves, link, source)
             if from_blocks:
-                link.pull(
-                    source, into=mine, blocks=(src_blocks, dst_blocks), timeout_ms=self._engine.timeout_ms, **moves
-                )
+                link.pull(source, into=mine, blocks=(sources, into), timeout_ms=self._engine.timeout_ms, **moves)
             else:
                 link.pull(
                     source,
                     into=mine,
                     source_row=row,
-                    row_to_blocks=dst_blocks,
+                    row_to_blocks=into,
                     timeout_ms=self._engine.timeout_ms,
                     **moves,
                 )
@@ -155,9 +158,9 @@ class CacheManager(CacheTable):
         """Row ``src_batch_index`` of ``src_cache`` into the row that the key names."""
         self._needs_remote_mode("push_cache")
         check_isinstance("dst_cache_key", dst_cache_key, CacheKeyByIdAndIndex, allow_none=False)
-        check_isinstance("src_cache", src_cache, Cache)
+        check_object("src_cache", src_cache, Cache)
         raise_if_false(not src_cache.is_blocks_cache, "src_cache must not be a blocks cache: use push_blocks")
-        check_uint32("src_batch_index", src_batch_index)
+        src_batch_index = check_uint32("src_batch_index", src_batch_index)
         check_int64("size", size)
         raise_if_false(size == -1, "size must be -1, but got {}", size)
         moves = {"row": src_batch_index, "destination_row": dst_cache_key.batch_index}
@@ -176,16 +179,16 @@ class CacheManager(CacheTable):
     ) -> None:
         """Block ``src_blocks[i]`` of ``src_cache`` into block ``dst_blocks[i]`` of the cache that the key names."""
         self._needs_remote_mode("push_blocks")
-        check_isinstance("dst_cache_key", dst_cache_key, BlocksCacheKey)
-        check_isinstance("src_cache", src_cache, Cache)
+        check_object("dst_cache_key", dst_cache_key, BlocksCacheKey)
+        check_object("src_cache", src_cache, Cache)
         raise_if_false(src_cache.is_blocks_cache, "src_cache must be a blocks cache: use push_cache")
-        source = () if src_blocks is None else src_blocks
-        check_block_list("src_blocks", source)
-        check_block_list("dst_blocks", dst_blocks)
-        raise_if_false(dst_blocks, "dst_blocks is empty")
-        raise_if_false(len(source) == len(dst_blocks), "src_blocks and dst_blocks must have the same length")
+        sources = check_block_list("src_blocks", () if src_blocks is None else src_blocks)
+        into = check_block_list("dst_blocks", dst_blocks)
+        raise_if_false(into, "dst_blocks is empty")
+        raise_if_false(len(sources) == len(into), "src_blocks and dst_blocks must have the same length")
         layers = arguments.push_layers(src_layer_range, dst_layer_range, src_cache, tensor_num_per_layer)
-        self._push("push_blocks", dst_cache_key, src_cache, layers, {"blocks": (source, dst_blocks)})
+        dst_cache_key._check_ids()
+        self._push("push_blocks", dst_cache_key, src_cache, layers, {"blocks": (sources, into)})
 
     def _push(
         self,
@@ -200,6 +203,8 @@ class CacheManager(CacheTable):
         if not source:
             return  # fewer tensors than one layer has: nothing is sent, and that is a success
         mine = self._own(function, cache)
+        if "row" in moves:
+            arguments.row("src_batch_index", moves["row"], mine.count)
         link = self._engine.link_to(cluster_id, function)
         try:
             link.push(
@@ -238,14 +243,16 @@ class CacheManager(CacheTable):
             dst_block_memory_size,
             self._options.remote,
         )
-        lists = (list(src_block_indices or ()), list(dst_block_indices or ()))
+        lists = ([*map(int, src_block_indices or ())], [*map(int, dst_block_indices or ())])
         block_bytes = 0
         try:
             mine = self._own(layerwise.FUNCTION, src_cache)
             if lists[1] and not lists[0]:  # rows into blocks
-                block_bytes = dst_block_memory_size or 0
+                block_bytes = int(dst_block_memory_size or 0)
                 with arguments.rules_as_exceptions():
                     check_blocks_of_row(src_cache.cache_desc.size, block_bytes, len(lists[1]))
+            for config in transfer_configs:
+                arguments.row("src_batch_index", config.src_batch_index, mine.count)
         except LLMException as error:  # the engine's refusals are the task's to tell
             return layerwise.refused(len(transfer_configs), error)
         if not lists[1] and src_cache.is_blocks_cache:
@@ -269,7 +276,7 @@ class CacheManager(CacheTable):
         to: Any
         row = 0
         if isinstance(config, TransferConfig):
-            to = kvferry.Addresses(tuple(config.dst_addrs), unit_bytes=block_bytes)
+            to = kvferry.Addresses(tuple(map(int, config.dst_addrs)), unit_bytes=block_bytes)
         else:
             to = self._push_target(config.cache_key)
             row = config.cache_key.batch_index if isinstance(config.cache_key, CacheKeyByIdAndIndex) else 0
@@ -295,43 +302,43 @@ class CacheManager(CacheTable):
         req_id: int | None = None,
     ) -> None:
         """``size`` bytes of a row of ``src`` into a row of ``dst``, both from ``offset`` on; -1: the rest of ``src``'s row."""
-        check_isinstance("dst", dst, Cache)
-        check_isinstance("src", src, Cache)
+        check_object("dst", dst, Cache)
+        check_object("src", src, Cache)
         raise_if_false(not dst.is_blocks_cache and not src.is_blocks_cache, "copy_cache is not for blocks caches")
-        check_uint32("dst_batch_index", dst_batch_index)
-        check_uint32("src_batch_index", src_batch_index)
-        check_uint64("offset", offset)
-        arguments.size(size)
+        dst_batch_index = check_uint32("dst_batch_index", dst_batch_index)
+        src_batch_index = check_uint32("src_batch_index", src_batch_index)
+        offset = check_uint64("offset", offset)
+        size = arguments.size(size)
         if req_id is not None:
             check_uint64("req_id", req_id)
         source, destination = self._here("copy_cache", src), self._here("copy_cache", dst)
         with arguments.rules_as_exceptions():
             size_bytes = copied_bytes(offset, size, source.unit_bytes, destination.unit_bytes)
-        raise_if_false(src_batch_index < source.count, "src has {} rows, not row {}", source.count, src_batch_index)
+        arguments.row("src_batch_index", src_batch_index, source.count)
+        arguments.row("dst_batch_index", dst_batch_index, destination.count)
         moves = {"row": dst_batch_index, "source_row": src_batch_index, "size_bytes": size_bytes}
         self._copy("copy_cache", source, destination, moves | {"offset_bytes": offset})
 
     def copy_blocks(self, cache: Cache, copy_block_info: dict[int, list[int]]) -> None:
         """Each named block into each of the blocks listed for it, in order, within one cache."""
-        check_isinstance("cache", cache, Cache)
+        check_object("cache", cache, Cache)
         raise_if_false(cache.is_blocks_cache, "cache must be a blocks cache")
         check_isinstance("copy_block_info", copy_block_info, dict, allow_none=False)
-        check_block_list("copy_block_info's blocks", list(copy_block_info))
-        for source, destinations in copy_block_info.items():
+        pairs: list[tuple[int, int]] = []
+        sources = check_block_list("copy_block_info's blocks", list(copy_block_info))
+        for source, destinations in zip(sources, copy_block_info.values(), strict=True):
             check_isinstance(f"copy_block_info[{source}]", destinations, list, allow_none=False)
-            check_block_list(f"copy_block_info[{source}]", destinations)
-        pairs = [(source, to) for source, destinations in copy_block_info.items() for to in destinations]
+            pairs += [(source, into) for into in check_block_list(f"copy_block_info[{source}]", destinations)]
         if pairs:
-            sources, into = zip(*pairs, strict=True)
             mine = self._here("copy_blocks", cache)
-            self._copy("copy_blocks", mine, mine, {"blocks": (sources, into)})
+            self._copy("copy_blocks", mine, mine, {"blocks": tuple(zip(*pairs, strict=True))})
 
     def swap_blocks(self, src_cache: Cache, dst_cache: Cache, src_to_dst: dict[int, int]) -> None:
         """Copies blocks between a host and a device cache, in the direction given."""
         arguments.swap(src_cache, dst_cache, src_to_dst)
         if src_to_dst:
             source, destination = (self._operand("swap_blocks", cache) for cache in (src_cache, dst_cache))
-            blocks = (list(src_to_dst.keys()), list(src_to_dst.values()))
+            blocks = ([*map(int, src_to_dst)], [*map(int, src_to_dst.values())])
             self._copy("swap_blocks", source, destination, {"blocks": blocks})
 
     def _operand(self, function: str, cache: Cache) -> kvferry.Cache | kvferry.Addresses:

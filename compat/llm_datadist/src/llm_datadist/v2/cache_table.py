@@ -18,7 +18,7 @@ from llm_datadist.engine import Engine, translated
 from llm_datadist.enums import Placement
 from llm_datadist.keys import NO_ID, BlocksCacheKey, CacheKey
 from llm_datadist.status import LLMStatusCode, failure, raise_if_false
-from llm_datadist.utils.utils import check_int64, check_isinstance
+from llm_datadist.utils.utils import check_int64, check_isinstance, check_object
 
 
 class _Share:
@@ -76,6 +76,7 @@ class CacheTable:
         arguments.addresses(cache_desc, addrs, exact=True)
         arguments.cache_keys(cache_keys)
         accessible = self._is_accessible(cache_desc, remote_accessible)
+        self._check_open("register_cache")
         return self._register(cache_desc, addrs, [owner_key(key) for key in cache_keys], accessible, is_blocks=False)
 
     def register_blocks_cache(
@@ -89,14 +90,17 @@ class CacheTable:
         arguments.addresses(cache_desc, addrs, exact=False)
         check_isinstance("blocks_cache_key", blocks_cache_key, BlocksCacheKey)
         accessible = self._is_accessible(cache_desc, remote_accessible)
+        keys = self._owner_blocks_key(blocks_cache_key)
         cache_desc._is_blocks = True
+        self._check_open("register_blocks_cache")
         raise_if_false(
             len(addrs) == cache_desc.num_tensors,
             "{} addresses are given for {} tensors",
             len(addrs),
             cache_desc.num_tensors,
         )
-        return self._register(cache_desc, addrs, self._owner_blocks_key(blocks_cache_key), accessible, is_blocks=True)
+        raise_if_false(all(addrs) or not accessible, "addrs contains 0")
+        return self._register(cache_desc, addrs, keys, accessible, is_blocks=True)
 
     def _register(
         self, cache_desc: CacheDesc, addrs: list[int], keys: list[Any], accessible: bool, is_blocks: bool
@@ -105,7 +109,7 @@ class CacheTable:
         try:
             ours = self._engine.node.register_addresses(
                 "",
-                addrs,
+                [int(address) or 1 for address in addrs],  # kvferry refuses 0, and no more is mapped at 1
                 unit_bytes=unit_bytes,
                 count=count,
                 layout="blocks" if is_blocks else "rows",
@@ -131,7 +135,8 @@ class CacheTable:
 
     def unregister_cache(self, cache_id: int) -> None:
         """Ends it; an unknown id is fine. When this returns nobody's bytes move in its memory any more."""
-        check_int64("cache_id", cache_id)
+        cache_id = check_int64("cache_id", cache_id)
+        self._check_open("unregister_cache")
         if cache_id not in self._caches:
             return
         try:
@@ -144,9 +149,10 @@ class CacheTable:
         """Nothing to be done: a transfer reads whatever memory is mapped at a registered address when it runs."""
         arguments.memory(mem_infos)
         function = "remap_registered_memory"
+        self._check_open(function)
         if isinstance(mem_infos, list) and not mem_infos:
             raise failure(LLMStatusCode.LLM_PARAM_INVALID, function, "mem_infos is empty")
-        if self._engine.closed or not self._engine.has_links():
+        if not self._engine.has_links():
             raise failure(LLMStatusCode.LLM_NOT_YET_LINK, function, "there is no link")
 
     # -- allocation
@@ -162,13 +168,14 @@ class CacheTable:
         return self._allocate(cache_desc, self._owner_blocks_key(blocks_cache_key), is_blocks=True)
 
     def _allocate(self, cache_desc: CacheDesc, keys: list[Any], is_blocks: bool) -> Cache:
-        check_isinstance("cache_desc", cache_desc, CacheDesc)
+        arguments.description(cache_desc)
         raise_if_false(cache_desc.num_tensors > 0, "num_tensors must be over 0")
         on_host = cache_desc.placement == Placement.HOST
         share = self._shares.get(cache_desc.placement)
         raise_if_false(share is not None, "{} is not configured", "host_mem_pool_cfg" if on_host else "mem_pool_cfg")
         assert share is not None
         function = "allocate_blocks_cache" if is_blocks else "allocate_cache"
+        self._check_open(function)
         unit_bytes, count = arguments.geometry(cache_desc)
         try:
             with share.taking(function, cache_desc.num_tensors, unit_bytes * count) as made:
@@ -199,7 +206,7 @@ class CacheTable:
         self._deallocate("deallocate_blocks_cache", cache, is_blocks=True)
 
     def _deallocate(self, function: str, cache: Cache, is_blocks: bool) -> None:
-        check_isinstance("cache", cache, Cache)
+        check_object("cache", cache, Cache)
         raise_if_false(cache.is_blocks_cache == is_blocks, "{} is of the other kind", cache)
         self._needs_a_pool(function)
         if cache.cache_id in self._allocated:
@@ -212,7 +219,7 @@ class CacheTable:
 
     def remove_cache_key(self, cache_key: CacheKey) -> None:
         """Unbinds a request key of an allocated cache; any other key is fine and nothing happens."""
-        check_isinstance("cache_key", cache_key, CacheKey)
+        check_object("cache_key", cache_key, CacheKey)
         self._needs_a_pool("remove_cache_key")
         key = owner_key(cache_key)
         if key is None:
@@ -223,6 +230,7 @@ class CacheTable:
             raise translated(error, "remove_cache_key", "register") from error
 
     def _needs_a_pool(self, function: str) -> None:
+        self._check_open(function, LLMStatusCode.LLM_PARAM_INVALID)
         if not self._shares:
             raise failure(LLMStatusCode.LLM_FEATURE_NOT_ENABLED, function, "no memory pool is configured")
 
@@ -246,23 +254,26 @@ class CacheTable:
         """The same for what stays within this process."""
         ours = self._caches.get(cache.cache_id)
         if ours is None:
+            self._check_open(function, LLMStatusCode.LLM_PARAM_INVALID)
             raise failure(LLMStatusCode.LLM_KV_CACHE_NOT_EXIST, function, f"{cache} does not exist here")
         return ours
+
+    def _check_open(self, function: str, otherwise: LLMStatusCode = LLMStatusCode.LLM_FAILED) -> None:
+        """For a manager that was kept after ``finalize``."""
+        if self._engine.closed:
+            raise failure(otherwise, function, "llm datadist was finalized")
 
     def _blocks_key(self, model_id: int) -> kvferry.BlocksKey:
         key = self._blocks_keys.get(model_id)
         if key is None:
-            _check_model_id(model_id)
             key = self._blocks_keys[model_id] = kvferry.BlocksKey(model_id)
         return key
 
     def _owner_blocks_key(self, key: BlocksCacheKey | None) -> list[kvferry.BlocksKey]:
-        return [] if key is None else [self._blocks_key(key.model_id)]
-
-
-def _check_model_id(model_id: int) -> None:
-    if not isinstance(model_id, int) or not 0 <= model_id < 1 << 64:
-        raise TypeError(f"model_id only support integers from 0 to 2^64-1, but got {model_id}")
+        if key is None:
+            return []
+        key._check_ids()
+        return [self._blocks_key(key.model_id)]
 
 
 def owner_key(key: CacheKey) -> kvferry.RequestKey | kvferry.PrefixKey | None:

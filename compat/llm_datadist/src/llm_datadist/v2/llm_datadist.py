@@ -7,17 +7,26 @@ import importlib
 import os
 import threading
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import kvferry
 from llm_datadist import _rules
 from llm_datadist._rules import EngineOptions
 from llm_datadist.arguments import rules_as_exceptions
-from llm_datadist.cluster import LLMClusterInfo
+from llm_datadist.cluster import LLMClusterInfo, ip_infos
 from llm_datadist.engine import Cluster, Engine, translated
 from llm_datadist.enums import LLMRole, RegisterMemStatus
 from llm_datadist.status import LLMException, LLMStatusCode, failure, raise_if_false
-from llm_datadist.utils.utils import check_dict, check_inner, check_int32, check_isinstance, check_uint32, check_uint64
+from llm_datadist.utils.utils import (
+    check_dict,
+    check_inner,
+    check_int32,
+    check_isinstance,
+    check_object,
+    check_text,
+    check_uint32,
+    check_uint64,
+)
 from llm_datadist.v2.cache_manager import CacheManager
 from llm_datadist.v2.llm_utils import parse_listen_ip_info
 
@@ -36,9 +45,8 @@ class LLMDataDist:
 
     def __init__(self, role: LLMRole, cluster_id: int) -> None:
         check_isinstance("role", role, LLMRole)
-        check_uint64("cluster_id", cluster_id)
         self._role = role
-        self._cluster_id = cluster_id
+        self._cluster_id = check_uint64("cluster_id", cluster_id)
         self._engine: Engine | None = None
         self._cache_manager: CacheManager | None = None
 
@@ -54,7 +62,7 @@ class LLMDataDist:
                 "another LLMDataDist is initialised in this process: finalize it first",
                 status_code=LLMStatusCode.LLM_FAILED,
             )
-            check_isinstance("options", options, dict)
+            check_object("options", options, dict)
             values = self._parsed(options)
             try:
                 engine = Engine(self._cluster_id, values)
@@ -65,9 +73,11 @@ class LLMDataDist:
             LLMDataDist.llm_engine_instance = self
 
     def _parsed(self, options: dict[str, str]) -> EngineOptions:
-        options.keys  # noqa: B018 (None is AttributeError here, as with the vendor)
         check_dict("options", options, str, str)
         ours = {name: text for name, text in os.environ.items() if name.startswith(_OUR_ENVIRONMENT)}
+        for name, text in (*ours.items(), *options.items()):
+            check_text("the name of an option", name)
+            check_text(name, text)
         try:
             completed = _rules.completed(_rules.with_environment(options, ours), self._role_to_str(self._role))
             if not _rules.is_cache_manager_mode(completed):
@@ -121,18 +131,18 @@ class LLMDataDist:
     ) -> tuple[LLMStatusCode, list[LLMStatusCode]]:
         """Links to each; never raises for a link that fails. The first code is that of the last one that failed."""
         engine = self._initialised()
-        _check_timeout(timeout)
-        needs_local = not engine.options.local_comm_res
-        return _summed_up(engine.link_clusters(_plain(clusters, needs_local), timeout))
+        timeout = _checked_timeout(timeout)
+        listed = _plain(clusters, "taken" if engine.options.local_comm_res else "required")
+        return _summed_up(engine.link_clusters(listed, timeout))
 
     def unlink_clusters(
         self, clusters: list[LLMClusterInfo] | tuple[LLMClusterInfo, ...], timeout: int = 3000, force: bool = False
     ) -> tuple[LLMStatusCode, list[LLMStatusCode]]:
         """Ends the links to each, with the peer's knowledge unless ``force``; transfers in flight are waited for."""
         engine = self._initialised()
-        _check_timeout(timeout)
+        timeout = _checked_timeout(timeout)
         check_isinstance("force", force, bool, allow_none=False)
-        return _summed_up(engine.unlink_clusters(_plain(clusters, False), timeout, force))
+        return _summed_up(engine.unlink_clusters(_plain(clusters, "ignored"), timeout, force))
 
     def check_link_status(self, remote_cluster_id: int) -> None:
         self._initialised()
@@ -149,24 +159,25 @@ class LLMDataDist:
         have configured alike, ``kvferry.rendezvous_port``, at the server of the lowest rank.
         """
         engine = self._initialised()
-        check_isinstance("comm_name", comm_name, str, allow_none=False)
+        check_text("comm_name", comm_name)
         raise_if_false(1 <= len(comm_name) <= _MAX_NAME, "comm_name must have 1 to {} characters", _MAX_NAME)
         check_dict("cluster_rank_info", cluster_rank_info, int, int)
         raise_if_false(
             1 < len(cluster_rank_info) <= _MAX_RANKS, "cluster_rank_info must have 2 to {} entries", _MAX_RANKS
         )
-        for cluster_id, rank in cluster_rank_info.items():
-            check_uint64("cluster_rank_info's cluster id", cluster_id)
-            check_uint32("cluster_rank_info's rank", rank)
-        ranks = list(cluster_rank_info.values())
+        listed = [
+            (check_uint64("cluster_rank_info's cluster id", cluster_id), check_uint32("cluster_rank_info's rank", rank))
+            for cluster_id, rank in cluster_rank_info.items()
+        ]
+        ranks = [rank for _, rank in listed]
         raise_if_false(ranks == sorted(ranks), "cluster_rank_info's ranks must ascend, but got {}", ranks)
-        check_isinstance("rank_table", rank_table, str, allow_none=False)
+        check_text("rank_table", rank_table)
         _needs_tables("link", engine)
         raise_if_false(
             self._cluster_id in cluster_rank_info, "cluster_rank_info must have this cluster, {}", self._cluster_id
         )
         with rules_as_exceptions():
-            members = _rules.members_of(rank_table, list(cluster_rank_info.items()))
+            members = _rules.members_of(rank_table, listed)
         comm_id = engine.communicators.add(comm_name, tuple(members))
         self.cache_manager.set_is_call_linked()
         return comm_id
@@ -202,6 +213,8 @@ class LLMDataDist:
 
     @staticmethod
     def _role_to_str(role: LLMRole) -> str:
+        if role is None:
+            raise KeyError("role only support LLMRole, but got NoneType")
         return _ROLE_NAMES[role]
 
 
@@ -210,21 +223,27 @@ def _needs_tables(function: str, engine: Engine) -> None:
         raise failure(LLMStatusCode.LLM_FEATURE_NOT_ENABLED, function, "the hixl backend links by address alone")
 
 
-def _check_timeout(timeout: int) -> None:
-    check_int32("timeout", timeout)
+def _checked_timeout(timeout: int) -> int:
+    timeout = check_int32("timeout", timeout)
     raise_if_false(timeout > 0, "timeout must be over 0 milliseconds, but got {}", timeout)
+    return timeout
 
 
-def _plain(clusters: Sequence[LLMClusterInfo], needs_local: bool) -> list[Cluster]:
-    check_isinstance("clusters", clusters, [list, tuple])
+def _plain(clusters: Sequence[LLMClusterInfo], local: Literal["required", "taken", "ignored"]) -> list[Cluster]:
+    check_isinstance("clusters", clusters, [list, tuple], allow_none=False)
     check_inner("clusters", clusters, LLMClusterInfo)
     result = []
     for cluster in clusters:
-        raise_if_false(cluster.local_ip_info_list or not needs_local, "local_ip_info_list is empty")
+        raise_if_false(cluster.local_ip_info_list or local != "required", "local_ip_info_list is empty")
         check_uint64("remote_cluster_id", cluster.remote_cluster_id)
         assert cluster.remote_cluster_id is not None
+        from_here = [] if local == "ignored" else cluster.local_ip_info_list
         result.append(
-            Cluster(cluster.remote_cluster_id, tuple(cluster.local_ip_info_list), tuple(cluster.remote_ip_info_list))
+            Cluster(
+                cluster.remote_cluster_id,
+                ip_infos("local_ip_info_list", from_here),
+                ip_infos("remote_ip_info_list", cluster.remote_ip_info_list),
+            )
         )
     return result
 
