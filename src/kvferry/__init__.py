@@ -1,8 +1,10 @@
 """kvferry moves the KV caches of large language models between processes and machines.
 
 A :class:`Node` holds caches and links; a :class:`Link` pulls and pushes them. Importing this changes nothing in the
-process; torch and asyncio are imported by the calls that need them.
+process; torch, asyncio and the pool are imported by the calls that need them.
 """
+
+from typing import TYPE_CHECKING, Any
 
 from kvferry import _core
 from kvferry._core import Done
@@ -70,7 +72,26 @@ __all__ = [
     "Transfer",
     "Unsupported",
     "Window",
+    "prefix_keys",
 ]
+
+if TYPE_CHECKING:
+    from kvferry.pool.keys import prefix_keys
+
+_OF_THE_POOL = {"prefix_keys": "kvferry.pool.keys"}  # imported by whoever names them first
 
 _core.set_error_classes(BY_KIND)
 del BY_KIND
+
+if not TYPE_CHECKING:  # a type checker would take any name for one of the package's
+
+    def __getattr__(name: str) -> Any:
+        if name not in _OF_THE_POOL:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from importlib import import_module
+
+        found = globals()[name] = getattr(import_module(_OF_THE_POOL[name]), name)
+        return found
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})
