@@ -211,8 +211,12 @@ class Side:
     def deallocate(self, cache_id: int) -> None:
         self.manager.deallocate_cache(self.caches[cache_id])
 
-    def remove_key(self, req_id: int) -> None:
-        self.manager.remove_cache_key(CacheKey(self.cluster_id, req_id))
+    def remove_key(self, req_id: int, prefix_id: int = 2**64 - 1) -> None:
+        self.manager.remove_cache_key(CacheKey(self.cluster_id, req_id, 0, prefix_id))
+
+    def pool_in_use(self) -> int:
+        """Bytes of the pool that are given out, as kvferry counts them."""
+        return int(self.manager._engine.node.statistics().pool_used_bytes)
 
     def unregister(self, cache_id: int) -> None:
         self.manager.unregister_cache(cache_id)

@@ -165,6 +165,16 @@ def test_a_pool_that_is_full_gives_back_what_it_got(pooled: Any) -> None:
     pooled.allocate_cache(big)
 
 
+@pytest.mark.parametrize("page_shift", [10, 11, 12, 16, 20])
+def test_pages_of_a_pool(start_here: Callable[..., Side], page_shift: int) -> None:
+    pool = f'{{"memory_size": 1048576, "page_shift": {page_shift}}}'
+    manager = start_here(listen=False, mem_pool_cfg=pool).manager
+    cache = manager.allocate_cache(desc(1))
+    assert cache.tensor_addrs[0] % 4096 == 0
+    if page_shift == 20:  # all of it was one page
+        assert status_of(lambda: manager.allocate_cache(desc(1))) == LLMStatusCode.LLM_OUT_OF_MEMORY
+
+
 def test_each_placement_has_its_own_share(start_here: Callable[..., Side]) -> None:
     pools = {"mem_pool_cfg": '{"memory_size": 1048576}', "host_mem_pool_cfg": '{"memory_size": 524288}'}
     manager = start_here(**pools).manager

@@ -19,6 +19,7 @@ pytestmark = pytest.mark.quick(
 HERE, THERE = 1, 0
 SUCCESS = LLMStatusCode.LLM_SUCCESS
 SHAPE = [4, 4, 8]
+NO_ID, PREFIX = 2**64 - 1, 900
 MANY_BLOCKS = [10, 128]
 
 
@@ -358,6 +359,29 @@ def test_a_deallocated_cache_lives_until_its_keys_are_gone(pooled: tuple[Side, P
     call = lambda: here.pull_cache(("request", THERE, 2), mine)  # noqa: E731
     assert status_of(call) == LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
     here.pull_cache(("request", THERE, 3), mine)
+
+
+def test_a_deallocated_cache_lives_until_its_prefix_is_removed(pooled: tuple[Side, Peer]) -> None:
+    here, there = pooled
+    far = there.call("allocate", [4, 8], 2, [1], PREFIX)
+    mine = here.register([4, 8], 2)
+    there.call("deallocate", far)
+    assert there.call("addresses", far) == []
+    pull = lambda *key: here.pull_cache(("request", THERE, *key), mine)  # noqa: E731
+    pull(1)
+    for _ in range(2):
+        pull(NO_ID, 0, PREFIX)
+    there.call("remove_key", NO_ID, PREFIX + 1)
+    pull(NO_ID, 0, PREFIX)
+    there.call("remove_key", NO_ID, PREFIX)
+    for key in ((NO_ID, 0, PREFIX), (1,)):
+        assert status_of(lambda k=key: pull(*k)) == LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
+    other = there.call("allocate", [4, 8], 2, [1], PREFIX)  # both keys are free again
+    there.call("remove_key", NO_ID, PREFIX)
+    there.call("deallocate", other)
+    pull(1)  # for which it was kept
+    assert status_of(lambda: pull(1)) == LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
+    assert there.call("pool_in_use") == 0
 
 
 # --- what a side lets others reach

@@ -24,6 +24,7 @@ from llm_datadist.status import LLMException, LLMStatusCode, code_2_status, fail
 from llm_datadist.utils.log import get_logger
 
 _LINK_WORKERS = 16  # links that one call builds at a time
+_LEAST_PAGE_SHIFT = 12  # kvferry has no smaller pages
 _LOOPBACK = ("127.", "0.0.0.0")
 _PROGRAM = "llm_datadist"
 
@@ -313,7 +314,8 @@ def _open_node(cluster_id: int, options: EngineOptions, program: str) -> kvferry
     if pools:
         # kvferry has one pool for each node; both placements are host memory here and draw on it.
         more["pool"] = kvferry.PoolOptions(
-            size_bytes=sum(pool.size_bytes for pool in pools), page_shift=min(pool.page_shift for pool in pools)
+            size_bytes=sum(pool.size_bytes for pool in pools),
+            page_shift=max(min(pool.page_shift for pool in pools), _LEAST_PAGE_SHIFT),
         )
     if options.transports is not None:
         more["transports"] = options.transports

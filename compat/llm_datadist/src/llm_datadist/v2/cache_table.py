@@ -55,6 +55,9 @@ class CacheTable:
         self._allocated: dict[int, _Share] = {}
         pools = {Placement.DEVICE: options.device_pool, Placement.HOST: options.host_pool}
         self._shares = {placement: _Share(pool) for placement, pool in pools.items() if pool is not None}
+        self._lock = threading.Lock()  # of the next two
+        self._prefixes: dict[int, set[kvferry.PrefixKey]] = {}  # that are bound, by allocated cache
+        self._kept: set[int] = set()  # ids of caches that were deallocated, and live on for a prefix
         self._private: set[int] = set()  # ids that remote mode must not move
         self._blocks_keys: dict[int, kvferry.BlocksKey] = {}
         self._is_call_linked = False
@@ -143,6 +146,8 @@ class CacheTable:
             self._engine.node.unregister(cache_id)
         except kvferry.KvferryError as error:
             raise translated(error, "unregister_cache", "register") from error
+        with self._lock:
+            self._prefixes.pop(cache_id, None)
         self._forget(cache_id)
 
     def remap_registered_memory(self, mem_infos: MemInfo | list[MemInfo]) -> None:
@@ -193,12 +198,16 @@ class CacheTable:
             raise translated(error, function, "register") from error
         if is_blocks:
             cache_desc._is_blocks = True
+        prefixes = {key for key in keys if isinstance(key, kvferry.PrefixKey)}
+        if prefixes:
+            with self._lock:
+                self._prefixes[ours.id] = prefixes
         self._allocated[ours.id] = share
         self._caches[ours.id] = ours
         return Cache(ours.id, cache_desc, list(ours.addresses), self, is_blocks_cache=is_blocks)
 
     def deallocate_cache(self, cache: Cache) -> None:
-        """Gives its memory back, once every request key that is still bound was pulled or removed."""
+        """Gives its memory back, once every key that is still bound was removed, or used up by a pull."""
         self._deallocate("deallocate_cache", cache, is_blocks=False)
 
     def deallocate_blocks_cache(self, cache: Cache) -> None:
@@ -210,15 +219,23 @@ class CacheTable:
         raise_if_false(cache.is_blocks_cache == is_blocks, "{} is of the other kind", cache)
         self._needs_a_pool(function)
         if cache.cache_id in self._allocated:
-            try:
-                self._engine.node.deallocate(cache.cache_id)
-            except kvferry.KvferryError as error:
-                raise translated(error, function) from error
+            with self._lock:
+                is_kept = cache.cache_id in self._prefixes
+                if is_kept:
+                    self._kept.add(cache.cache_id)
+            if not is_kept:
+                self._give_back(function, cache.cache_id)
             self._forget(cache.cache_id)
         cache._tensor_addrs = []
 
+    def _give_back(self, function: str, cache_id: int) -> None:
+        try:
+            self._engine.node.deallocate(cache_id)  # which waits for request keys, and not for prefixes
+        except kvferry.KvferryError as error:
+            raise translated(error, function) from error
+
     def remove_cache_key(self, cache_key: CacheKey) -> None:
-        """Unbinds a request key of an allocated cache; any other key is fine and nothing happens."""
+        """Unbinds a request or prefix key of an allocated cache; any other key is fine and nothing happens."""
         check_object("cache_key", cache_key, CacheKey)
         self._needs_a_pool("remove_cache_key")
         key = owner_key(cache_key)
@@ -228,6 +245,18 @@ class CacheTable:
             self._engine.node.remove_key(key)
         except kvferry.KvferryError as error:
             raise translated(error, "remove_cache_key", "register") from error
+        with self._lock:
+            of = next((cache_id for cache_id, prefixes in self._prefixes.items() if key in prefixes), None)
+            if of is None:
+                return
+            self._prefixes[of].discard(key)
+            if self._prefixes[of]:
+                return
+            del self._prefixes[of]
+            if of not in self._kept:
+                return
+            self._kept.discard(of)
+        self._give_back("remove_cache_key", of)
 
     def _needs_a_pool(self, function: str) -> None:
         self._check_open(function, LLMStatusCode.LLM_PARAM_INVALID)
