@@ -1,6 +1,10 @@
-"""The native rules, as Python calls them: options, layer ranges, shapes, the status of each kind of error."""
+"""The native rules as Python calls them: values both ways, exceptions, the status of each kind of error.
+
+What the rules say is tested beside them, in ``native/tests``.
+"""
 
 import json
+from collections.abc import Callable
 
 import pytest
 
@@ -24,11 +28,6 @@ def values(options: _rules.EngineOptions) -> dict[str, object]:
     }
 
 
-def members(table: str, ranks: dict[int, int]) -> list[tuple[int, int, str]]:
-    listed = _rules.members_of(table, list(ranks.items()))
-    return [(member.cluster_id, member.rank, member.host) for member in listed]
-
-
 def test_addresses_survive_the_round_trip() -> None:
     for ip in ("0.0.0.0", "127.0.0.1", "192.168.1.2", "255.255.255.255"):
         assert int_to_ip(ip_to_int(ip)) == ip
@@ -36,50 +35,13 @@ def test_addresses_survive_the_round_trip() -> None:
         int_to_ip(1 << 32)
 
 
-# --- options
-
-
-def test_completed_adds_role_and_listener() -> None:
-    assert _rules.completed(CM | LISTEN, "Mix") == CM | LISTEN | {
-        _rules.ROLE: "Mix",
-        _rules.LISTEN_IP: "127.0.0.1",
-        _rules.LISTEN_PORT: "7000",
-    }
+# --- values and exceptions
 
 
 def test_completed_leaves_its_argument_alone() -> None:
     given = dict(LISTEN)
     _rules.completed(given, "Mix")
     assert given == LISTEN
-
-
-@pytest.mark.parametrize("text", ["", "{}"])
-def test_local_comm_res_turns_on_both_modes(text: str) -> None:
-    completed = _rules.completed({_rules.LOCAL_COMM_RES: text}, "Mix")
-    assert (completed[_rules.CACHE_MANAGER], completed[_rules.REMOTE_ACCESSIBLE]) == ("1", "1")
-    assert _rules.parse_options(completed).remote
-    explicit = _rules.completed({_rules.LOCAL_COMM_RES: text, _rules.REMOTE_ACCESSIBLE: "0"}, "Mix")
-    assert not _rules.parse_options(explicit).remote
-
-
-HIXL = {_rules.TRANSFER_BACKEND: "hixl"}
-REFUSED = [
-    ({_rules.LOCAL_COMM_RES: "", _rules.CACHE_MANAGER: "0"}, "EnableCacheManager"),
-    ({_rules.CACHE_MANAGER: "0"} | HIXL, "EnableCacheManager"),
-    (CM | HIXL | LISTEN | {_rules.REMOTE_ACCESSIBLE: "0"}, "EnableRemoteCacheAccessible"),
-    (CM | HIXL, "listenIpInfo"),
-    (CM | {_rules.LISTEN: "127.0.0.1"}, "listenIpInfo"),
-    (CM | {_rules.LISTEN: "::1:7000"}, "listenIpInfo"),
-    ({_rules.GRAPH_MEMORY: "1.23"}, "flowGraphMemMaxSize"),
-    ({_rules.GRAPH_MEMORY: "-1"}, "flowGraphMemMaxSize"),
-    ({_rules.GRAPH_MEMORY: "1,2"}, "flowGraphMemMaxSize"),
-]
-
-
-@pytest.mark.parametrize(("given", "word"), REFUSED)
-def test_options_that_contradict_each_other(given: dict[str, str], word: str) -> None:
-    with pytest.raises(_rules.OptionError, match=word):
-        _rules.completed(given, "Prompt")
 
 
 def test_odd_option_types() -> None:
@@ -114,7 +76,7 @@ def test_defaults_of_the_engine() -> None:
 def test_everything_set() -> None:
     options = parsed(
         LISTEN
-        | HIXL
+        | {_rules.TRANSFER_BACKEND: "hixl"}
         | {
             _rules.SYNC_TIMEOUT: "5000",
             _rules.LINK_TOTAL_TIME: "7",
@@ -143,165 +105,46 @@ def test_everything_set() -> None:
     }
 
 
-IMPOSSIBLE = [
-    {_rules.DEVICE_ID: "0;1"},
-    {_rules.TRANSFER_BACKEND: "other"} | LISTEN,
-    {_rules.TRANSFER_BACKEND: ""} | LISTEN,
-    {_rules.SYNC_TIMEOUT: "abc"},
-    {_rules.SYNC_TIMEOUT: "0"},
-    {_rules.LINK_TOTAL_TIME: "x"},
-    {_rules.LINK_RETRY_COUNT: "0"},
-    {_rules.LINK_RETRY_COUNT: "101"},
-    {_rules.DEVICE_POOL: "{"},
-    {_rules.DEVICE_POOL: "[]"},
-    {_rules.DEVICE_POOL: "{}"},
-    {_rules.DEVICE_POOL: '{"memory_size": "1"}'},
-    {_rules.DEVICE_POOL: '{"memory_size": 0}'},
-    {_rules.HOST_POOL: '{"memory_size": 1, "page_shift": 9}'},
-    {_rules.HOST_POOL: '{"memory_size": 1, "page_shift": 31}'},
-    HIXL | LISTEN | {_rules.GLOBAL_RESOURCE: "{"},
-    {_rules.ATTACH: "all"},
+def test_layers_are_ranges_both_ways() -> None:
+    assert _rules.pull_layers(None, None, 3, 2) == (None, None)
+    assert _rules.pull_layers(range(2, 6), None, 8, 2) == (range(2, 6), range(4))
+    assert _rules.push_layers(None, None, 8, 2) == (range(4), range(4))
+    assert _rules.push_layers(range(1, 2), range(9, 10), 8, 2) == (range(1, 2), range(9, 10))
+    assert _rules.layer_tensors([1, 0], 2) == [2, 3, 0, 1]
+
+
+def test_members_are_values() -> None:
+    server = {"server_id": "10.1.1.1", "device": [{"rank_id": "1"}, {"rank_id": "0"}]}
+    listed = _rules.members_of(json.dumps({"server_list": [server]}), [(2**64 - 1, 0), (7, 1)])
+    assert [(member.cluster_id, member.rank, member.host) for member in listed] == [(2**64 - 1, 0, ""), (7, 1, "")]
+
+
+BROKEN: list[Callable[[], object]] = [
+    lambda: _rules.unit_geometry(1, [2, 0], 1),
+    lambda: _rules.pull_layers(range(1), None, 8, 2),
+    lambda: _rules.pull_layers(range(1 << 70), range(1 << 70), 8, 2),
+    lambda: _rules.push_layers(None, None, 10, 3),
+    lambda: _rules.copied_bytes(8, -1, 8, 9),
+    lambda: _rules.check_blocks_of_row(100, 30, 5),
+    lambda: _rules.members_of("[]", [(8, 0), (7, 1)]),
+    lambda: _rules.completed(CM | {_rules.TRANSFER_BACKEND: "hixl"}, "Prompt"),
+    lambda: _rules.parse_options({_rules.RENDEZVOUS_PORT: "0"}),
 ]
 
 
-@pytest.mark.parametrize("given", IMPOSSIBLE)
-def test_options_that_no_engine_starts_with(given: dict[str, str]) -> None:
-    with pytest.raises(_rules.OptionError):
-        parsed(given)
+@pytest.mark.parametrize("call", BROKEN)
+def test_a_broken_rule_is_an_exception_with_a_sentence(call: Callable[[], object]) -> None:
+    with pytest.raises(_rules.RuleError, match=r"\w"):
+        call()
 
 
-# --- shapes and ranges
-
-
-def test_units_are_counted_by_dim_0() -> None:
-    assert _rules.unit_geometry(4, [4, 4, 8], 4) == (128, 4)
-    assert _rules.unit_geometry(1, [10], 2) == (2, 10)
-
-
-@pytest.mark.parametrize(
-    ("num_tensors", "shape"), [(0, [1]), (1, []), (1, [1] * 32), (1, [2, 0]), (1, [-1]), (1, [1 << 40, 1 << 30])]
-)
-def test_shapes_that_cannot_be(num_tensors: int, shape: list[int]) -> None:
-    with pytest.raises(_rules.RuleError):
-        _rules.unit_geometry(num_tensors, shape, 1)
-
-
-def test_31_dimensions_are_fine() -> None:
-    assert _rules.unit_geometry(1, [1] * 31, 2) == (2, 1)
-
-
-def test_pull_layers() -> None:
-    assert _rules.pull_layers(None, None, 3, 2) == (None, None)
-    assert _rules.pull_layers(range(0), range(0), 3, 2) == (None, None)
-    assert _rules.pull_layers(range(2, 4), range(2), 8, 2) == (range(2, 4), range(2))
-    assert _rules.pull_layers(range(2, 6), None, 8, 2) == (range(2, 6), range(4))
-    assert _rules.pull_layers(None, range(1, 3), 8, 2) == (None, range(1, 3))
-
-
-@pytest.mark.parametrize(
-    ("source", "destination", "num_tensors", "width"),
-    [
-        (range(1), range(1), 1, 2),  # no whole layer
-        (range(1), None, 8, 2),  # fills one of four layers
-        (range(2), range(3), 8, 2),
-        (range(1), range(4, 5), 8, 2),  # beyond the destination
-    ],
-)
-def test_pull_layers_that_do_not_fit(source: range, destination: range, num_tensors: int, width: int) -> None:
-    with pytest.raises(_rules.RuleError):
-        _rules.pull_layers(source, destination, num_tensors, width)
-
-
-def test_push_layers() -> None:
-    assert _rules.push_layers(None, None, 8, 2) == (range(4), range(4))
-    assert _rules.push_layers(range(1, 2), range(9, 10), 8, 2) == (range(1, 2), range(9, 10))
-
-
-def test_push_of_fewer_tensors_than_a_layer_has_is_empty() -> None:
-    source, destination = _rules.push_layers(None, None, 1, 2)
-    assert not source
-    assert not destination
-
-
-@pytest.mark.parametrize(
-    ("source", "destination", "num_tensors", "width"),
-    [
-        (None, None, 10, 3),
-        (range(2), range(3), 8, 2),
-        (range(1), None, 8, 2),
-        (range(4, 5), range(1), 8, 2),
-    ],
-)
-def test_push_layers_that_do_not_fit(source: range, destination: range, num_tensors: int, width: int) -> None:
-    with pytest.raises(_rules.RuleError):
-        _rules.push_layers(source, destination, num_tensors, width)
-
-
-def test_blocks_of_a_row() -> None:
-    _rules.check_blocks_of_row(100, 30, 4)
-    for block_bytes, listed in ((0, 1), (100, 1), (101, 1), (30, 5)):
-        with pytest.raises(_rules.RuleError):
-            _rules.check_blocks_of_row(100, block_bytes, listed)
-
-
-def test_copied_bytes() -> None:
-    assert _rules.copied_bytes(0, -1, 8, 12) == 8
-    assert _rules.copied_bytes(3, -1, 8, 8) == 5
-    assert _rules.copied_bytes(3, 2, 8, 5) == 2
-    for offset, size, source, destination in ((8, -1, 8, 9), (0, -1, 9, 8), (4, 1, 8, 4), (3, 6, 8, 20), (3, 3, 20, 5)):
-        with pytest.raises(_rules.RuleError):
-            _rules.copied_bytes(offset, size, source, destination)
-
-
-# --- rank tables
-
-
-def rank_table(*servers: dict[str, object]) -> str:
-    return json.dumps({"version": "1.2", "server_list": list(servers)})
-
-
-def test_members_of_one_server_are_on_this_host_whatever_its_address() -> None:
-    server = {"server_id": "10.1.1.1", "device": [{"rank_id": "1"}, {"rank_id": "0"}]}
-    expected = [(8, 0, ""), (7, 1, "")]
-    assert members(rank_table(server), {8: 0, 7: 1}) == expected
-    for without_ranks in ("{}", '{"server_list":[{"device":[{}]}]}', rank_table({"server_id": "10.1.1.1"})):
-        assert members(without_ranks, {8: 0, 7: 1}) == expected
-    other = {"server_id": "10.1.1.2", "device": [{"rank_id": 2}]}  # nobody of it takes part
-    assert members(rank_table(server, other), {8: 0, 7: 1}) == expected
-
-
-def test_members_of_several_servers_have_their_servers_address() -> None:
-    one = {"server_id": "node-1", "host_ip": "10.1.1.1", "device": [{"rank_id": "3"}]}
-    two = {"server_id": "10.1.1.2", "device": [{"rank_id": "5"}]}
-    assert members(rank_table(two, one), {8: 3, 7: 5}) == [(8, 3, "10.1.1.1"), (7, 5, "10.1.1.2")]
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "[]",
-        '{"server_list": {}}',
-        '{"server_list": [1]}',
-        rank_table({"device": {}}),
-        rank_table({"server_id": "a", "device": [{"rank_id": "0"}]}),  # rank 1 is missing
-        rank_table({"server_id": "a", "device": [{"rank_id": "0"}, {"rank_id": "one"}]}),
-        rank_table({"server_id": "a", "device": [{"rank_id": "0"}]}, {"device": [{"rank_id": "1"}]}),
-        rank_table({"server_id": 5, "device": [{"rank_id": "0"}, {"rank_id": "1"}]}),
-    ],
-)
-def test_rank_tables_that_cannot_be(text: str) -> None:
-    with pytest.raises(_rules.RuleError, match="rank"):
-        members(text, {8: 0, 7: 1})
-
-
-def test_our_own_options_may_come_from_the_environment() -> None:
-    environment = {"KVFERRY_SECRET": "s", "KVFERRY_RENDEZVOUS_PORT": "99", "KVFERRY_ATTACH": "", "KVFERRY_X": "y"}
-    given = {"kvferry.secret": "mine", "a": "b"}
-    expected = {"kvferry.secret": "mine", "kvferry.rendezvous_port": "99", "a": "b"}
-    assert _rules.with_environment(given, environment) == expected
-    with pytest.raises(_rules.OptionError, match="rendezvous_port"):
-        _rules.parse_options({"kvferry.rendezvous_port": "0"})
+def test_a_broken_rule_of_an_option_is_told_apart() -> None:
+    for call in BROKEN[-2:]:
+        with pytest.raises(_rules.OptionError):
+            call()
+    with pytest.raises(_rules.RuleError) as caught:
+        BROKEN[0]()
+    assert not isinstance(caught.value, _rules.OptionError)
 
 
 # --- statuses

@@ -27,6 +27,7 @@ static void options_that_contradict_each_other_are_refused() {
   CHECK_FAILS(OptionError, "listenIpInfo", completed(with(hixl), "Mix"));
   CHECK_FAILS(OptionError, "EnableRemoteCacheAccessible", completed(with({{option::transfer_backend, "hixl"}, {option::remote_accessible, "0"}}), "Mix"));
   CHECK_FAILS(NoNumber, "no port", completed(with({{option::listen, "1.2.3.4:http"}}), "Mix"));
+  for (const char* listen : {"127.0.0.1", "::1:7000"}) CHECK_FAILS(OptionError, "listenIpInfo", completed(with({{option::listen, listen}}), "Mix"));
   for (const char* memory : {"", "1.23", "-1", "1,2"}) CHECK_FAILS(OptionError, "flowGraphMemMaxSize", completed({{option::graph_memory, memory}}, "Mix"));
 }
 
@@ -43,10 +44,11 @@ static void values_have_defaults_and_bounds() {
   CHECK(parsed({{option::link_total_time, "0"}}).link_total_time_s == 120);
   const std::pair<const char*, const char*> impossible[] = {
       {option::device_id, "0;1"}, {option::sync_timeout, "0"}, {option::sync_timeout, "soon"}, {option::sync_timeout, "2147483648"},
-      {option::link_retry_count, "101"}, {option::link_total_time, "99999999999999999999"}, {option::rendezvous_port, "0"},
-      {option::device_pool, "{"}, {option::device_pool, "[]"}, {option::device_pool, R"({"memory_size": "1"})"}, {option::device_pool, R"({"memory_size": 0})"},
-      {option::device_pool, R"({"memory_size": 1.5})"}, {option::host_pool, R"({"memory_size": 1, "page_shift": 9})"}, {option::attach, "all"}};
+      {option::link_retry_count, "0"}, {option::link_retry_count, "101"}, {option::link_total_time, "x"}, {option::link_total_time, "99999999999999999999"}, {option::rendezvous_port, "0"},
+      {option::device_pool, "{"}, {option::device_pool, "[]"}, {option::device_pool, "{}"}, {option::device_pool, R"({"memory_size": "1"})"}, {option::device_pool, R"({"memory_size": 0})"},
+      {option::device_pool, R"({"memory_size": 1.5})"}, {option::host_pool, R"({"memory_size": 1, "page_shift": 9})"}, {option::host_pool, R"({"memory_size": 1, "page_shift": 31})"}, {option::attach, "all"}};
   for (const auto& [name, text] : impossible) CHECK_FAILS(OptionError, name, parsed({{name, text}}));
+  CHECK_FAILS(OptionError, option::global_resource, parsed({{option::transfer_backend, "hixl"}, {option::listen, "1.2.3.4:5"}, {option::global_resource, "{"}}));
   for (const char* backend : {"", "other"}) CHECK_FAILS(OptionError, "hixl", parsed({{option::transfer_backend, backend}, {option::listen, "1.2.3.4:5"}}));
 }
 

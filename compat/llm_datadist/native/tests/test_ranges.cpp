@@ -35,6 +35,7 @@ static void layers_of_a_pull() {
   CHECK_FAILS(RuleError, "3 layers", given(Layers{0, 3}, none));
   CHECK_FAILS(RuleError, "dst_layer_range has 1", given(Layers{0, 2}, Layers{0, 1}));
   CHECK_FAILS(RuleError, "ends at 5", given(none, Layers{4, 5}));
+  CHECK_FAILS(RuleError, "ends at 5", given(Layers{0, 1}, Layers{4, 5}));
 }
 
 static void layers_of_a_push() {
@@ -42,6 +43,7 @@ static void layers_of_a_push() {
   CHECK(push_layers(none, none, 1, 2).first.count() == 0);  // callers' tests rely on it
   CHECK(push_layers(Layers{1, 2}, Layers{9, 10}, 8, 2).second == Layers{9, 10});
   CHECK_FAILS(RuleError, "whole number", push_layers(none, none, 10, 3));
+  CHECK_FAILS(RuleError, "has 4", push_layers(Layers{0, 1}, none, 8, 2));
   CHECK_FAILS(RuleError, "has 3", push_layers(Layers{0, 2}, Layers{0, 3}, 8, 2));
   CHECK_FAILS(RuleError, "ends at 5", push_layers(Layers{4, 5}, Layers{0, 1}, 8, 2));
 }
