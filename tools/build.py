@@ -1,8 +1,8 @@
-"""Builds kvferry and the compat package into ``.venv``, compiling only what changed.
+"""Builds kvferry and the compat packages into ``.venv``, compiling only what changed.
 
     .venv/bin/python tools/build.py
 
-Both are installed *editable*: Python files are read from ``src/``, so an edit counts at once; the native modules
+All are installed *editable*: Python files are read from ``src/``, so an edit counts at once; the native modules
 lie in ``.venv`` and their build trees in the projects, where ninja knows what an edit touches. pip (two or three
 seconds even with nothing to do) is asked only when a ``pyproject.toml`` changed. We do not use scikit-build-core's
 rebuild-on-import: a test starts many processes, and each would look at the build tree first.
@@ -41,28 +41,43 @@ KVFERRY = Project("kvferry", ROOT, ROOT / ".build", "_core", "kvferry_core_tests
 COMPAT_ROOT = ROOT / "compat" / "llm_datadist"
 COMPAT = Project("llm_datadist", COMPAT_ROOT, COMPAT_ROOT / "build", "_rules", "llm_datadist_tests")
 PROJECTS = (KVFERRY, COMPAT)
+WITHOUT_NATIVE_CODE = {"ems": ROOT / "compat" / "ems"}
 
 
 def main() -> None:
     with only_one("build"):
         for project in PROJECTS:
             install_or_build(project)
+        for name, root in WITHOUT_NATIVE_CODE.items():
+            if not is_installed(name, root):
+                install(name, root)
 
 
 def install_or_build(project: Project) -> None:
     forget_a_moved_tree(project.build, project)
-    stamp = VENV / f"{project.name}-editable.stamp"
-    wanted = fingerprint(project.root / "pyproject.toml")
-    if stamp.exists() and stamp.read_text() == wanted and (project.build / "build.ninja").exists():
+    if is_installed(project.name, project.root) and (project.build / "build.ninja").exists():
         cmake("--build", project.build, "--target", project.module)
         cmake("--install", project.build, "--prefix", sysconfig.get_path("platlib"))
         return
     say(f"building the native code of {project.name}" + (" (about a minute)" if project is KVFERRY else ""))
+    install(project.name, project.root, "--config-settings=cmake.define.KVFERRY_TESTS=ON")  # pip before 23.1 has no -C
+
+
+def is_installed(name: str, root: Path) -> bool:
+    stamp = editable_stamp(name)
+    return stamp.exists() and stamp.read_text() == fingerprint(root / "pyproject.toml")
+
+
+def install(name: str, root: Path, *settings: str) -> None:
+    stamp = editable_stamp(name)
     stamp.unlink(missing_ok=True)
-    tests_too = "--config-settings=cmake.define.KVFERRY_TESTS=ON"  # pip before 23.1 has no -C
-    where = ("-e", project.root)
-    pip_install("--no-build-isolation", "--no-deps", tests_too, *where, env=surroundings(), otherwise=DOES_NOT_BUILD)
-    stamp.write_text(wanted)
+    where = ("-e", root)
+    pip_install("--no-build-isolation", "--no-deps", *settings, *where, env=surroundings(), otherwise=DOES_NOT_BUILD)
+    stamp.write_text(fingerprint(root / "pyproject.toml"))
+
+
+def editable_stamp(name: str) -> Path:
+    return VENV / f"{name}-editable.stamp"
 
 
 def forget_a_moved_tree(tree: Path, project: Project) -> None:

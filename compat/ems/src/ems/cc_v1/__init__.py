@@ -1,0 +1,1 @@
+"""The vendor's path to the configuration of the second generation (V1)."""
