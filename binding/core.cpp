@@ -247,7 +247,7 @@ Done run(Operation& operation, bool keep_gil) {
   return done_of(operation, waiting([&] { return operation.run_here(); }));
 }
 
-Done pull(PyLink& self, const Target& target, std::uint64_t into, std::shared_ptr<const Moves> moves, std::int64_t timeout_ms, int transport) {
+Done pull(PyLink& self, const Target& target, std::optional<std::uint64_t> into, std::shared_ptr<const Moves> moves, std::int64_t timeout_ms, int transport) {
   const auto deadline = deadline_of(timeout_ms);
   const auto operation = self.node->pull(self.link, target, into, moves, deadline, transports_of(transport));
   return run(*operation, operation->will_not_wait(keep_gil_bytes));
@@ -378,6 +378,14 @@ NB_MODULE(_core, m) {
         return std::const_pointer_cast<Moves>(
             Moves::make_row_to_blocks(source_row, to.data(), to.size(), range_of(source_tensors), range_of(destination_tensors)));
       }, "source_row"_a, "destination"_a, nb::kw_only(), "source_tensors"_a = std::pair(0, -1), "destination_tensors"_a = std::pair(0, -1))
+      .def_static("spans", [](nb::ndarray<const std::int64_t, nb::shape<-1, 3>, nb::c_contig, nb::device::cpu> listed) {
+        // Negative numbers are beyond 2^63-1 as unsigned ones: refused as such.
+        const auto* numbers = reinterpret_cast<const std::uint64_t*>(listed.data());
+        const auto n = listed.shape(0);
+        if (n <= 1024) return std::const_pointer_cast<Moves>(Moves::make_spans(numbers, n));
+        const WithoutGil released;
+        return std::const_pointer_cast<Moves>(Moves::make_spans(numbers, n));
+      }, "listed"_a)
       .def_prop_ro("units", [](const Moves& moves) { return moves.units; });
 
   nb::class_<Done>(m, "Done")
@@ -430,17 +438,17 @@ NB_MODULE(_core, m) {
       .def_prop_ro("peer", [](PyLink& self) { return self.link->label(); })
       .def_prop_ro("alive", [](PyLink& self) { return !self.node->closed() && self.link->alive(); })
       .def_prop_ro("outgoing", [](PyLink& self) { return self.link->outgoing; })
-      .def("pull", &pull, "target"_a, "into"_a, "moves"_a, "timeout_ms"_a, "transport"_a = 0)
-      .def("pull_async", [](PyLink& self, const Target& target, std::uint64_t into, std::shared_ptr<const Moves> moves, std::int64_t timeout_ms, int transport) {
+      .def("pull", &pull, "target"_a, "into"_a.none(), "moves"_a, "timeout_ms"_a, "transport"_a = 0)
+      .def("pull_async", [](PyLink& self, const Target& target, std::optional<std::uint64_t> into, std::shared_ptr<const Moves> moves, std::int64_t timeout_ms, int transport) {
         return started(self.node, self.node->pull(self.link, target, into, std::move(moves), deadline_of(timeout_ms), transports_of(transport)));
-      }, "target"_a, "into"_a, "moves"_a, "timeout_ms"_a, "transport"_a = 0)
-      .def("push", [](PyLink& self, std::uint64_t source, const Target& target, std::shared_ptr<const Moves> moves, std::int64_t timeout_ms, int transport) {
+      }, "target"_a, "into"_a.none(), "moves"_a, "timeout_ms"_a, "transport"_a = 0)
+      .def("push", [](PyLink& self, std::optional<std::uint64_t> source, const Target& target, std::shared_ptr<const Moves> moves, std::int64_t timeout_ms, int transport) {
         const auto operation = self.node->push(self.link, source, target, std::move(moves), deadline_of(timeout_ms), transports_of(transport));
         return run(*operation, false);
-      }, "source"_a, "target"_a, "moves"_a, "timeout_ms"_a, "transport"_a = 0)
-      .def("push_async", [](PyLink& self, std::uint64_t source, const Target& target, std::shared_ptr<const Moves> moves, std::int64_t timeout_ms, int transport) {
+      }, "source"_a.none(), "target"_a, "moves"_a, "timeout_ms"_a, "transport"_a = 0)
+      .def("push_async", [](PyLink& self, std::optional<std::uint64_t> source, const Target& target, std::shared_ptr<const Moves> moves, std::int64_t timeout_ms, int transport) {
         return started(self.node, self.node->push(self.link, source, target, std::move(moves), deadline_of(timeout_ms), transports_of(transport)));
-      }, "source"_a, "target"_a, "moves"_a, "timeout_ms"_a, "transport"_a = 0)
+      }, "source"_a.none(), "target"_a, "moves"_a, "timeout_ms"_a, "transport"_a = 0)
       .def("push_layers", [](PyLink& self, std::uint64_t source, const Target& target, std::shared_ptr<const Moves> moves, nb::handle layers,
                              std::int64_t tensors_per_layer, nb::handle destination_layers, std::int64_t timeout_ms, int transport) {
         std::vector<std::uint32_t> from, to;

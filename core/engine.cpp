@@ -1,5 +1,7 @@
 #include "engine.hpp"
 
+#include "sentence.hpp"
+
 namespace kvferry {
 
 void EventLog::add(const char* level, std::string sentence) {
@@ -37,19 +39,44 @@ Engine::Engine(NodeOptions given, unsigned threads, unsigned helpers, std::funct
 
 namespace {
 
-void check_mapped(Cache& cache, bool writable, std::atomic<bool>& known) {
+std::string hex(std::uint64_t address) {
+  char text[32];
+  std::snprintf(text, sizeof text, "0x%llx", static_cast<unsigned long long>(address));
+  return text;
+}
+
+void check_spans(KnownMemory& memory, Cache& cache, bool writable) {
+  const auto& spans = cache.memory_moves->spans;
+  std::vector<MemoryRange> ranges;
+  ranges.reserve(spans.size());
+  for (const auto& span : spans) {
+    const auto address = writable ? span.destination : span.source;
+    ranges.push_back({address, address + span.bytes, false});
+  }
+  const auto look = memory.look(ranges, writable);
+  if (look.file_backed) cache.file_backed.store(true);
+  if (look.ok) return;
+  const auto& bad = ranges[look.range];
+  throw Error({Kind::invalid_argument,
+               sentence("span ", look.range, " (", bad.end - bad.begin, " bytes at ", hex(bad.begin), ") is not ", writable ? "writable" : "readable",
+                        " memory of this process, at ", hex(look.hole), ": memory that is moved by spans must be mapped until the transfer has ended"),
+               false, true},
+              "", cache.geometry.label(), "");
+}
+
+void check_mapped(Engine& engine, Cache& cache, bool writable, std::atomic<bool>& known) {
   if (known.load(std::memory_order_acquire)) return;
-  if (cache.kind == host_kind && !cache.allocated) {
+  if (cache.geometry.layout == Layout::memory) {
+    check_spans(engine.memory, cache, writable);
+  } else if (cache.kind == host_kind && !cache.allocated) {
     const auto bytes = cache.geometry.tensor_extent();
     for (std::size_t i = 0; i < cache.geometry.tensors.size(); ++i) {
       const auto mapped = range_mapped(cache.geometry.tensors[i].address, bytes, writable);
       if (mapped.file_backed) cache.file_backed.store(true);
       if (mapped.ok) continue;
-      char at[32];
-      std::snprintf(at, sizeof at, "0x%llx", static_cast<unsigned long long>(mapped.hole));
       throw Error({Kind::invalid_argument,
                    "tensor " + std::to_string(i) + " of " + cache.geometry.label() + " is not " +
-                       (writable ? "writable" : "readable") + " memory of the process that registered it (at " + at +
+                       (writable ? "writable" : "readable") + " memory of the process that registered it (at " + hex(mapped.hole) +
                        "): it must register memory that is mapped, and keep it so until it is unregistered",
                    false, true},
                   "", cache.geometry.label(), "");
@@ -60,11 +87,13 @@ void check_mapped(Cache& cache, bool writable, std::atomic<bool>& known) {
 
 }  // namespace
 
-void Engine::check_readable(Cache& cache) { check_mapped(cache, false, cache.readable); }
+void Engine::check_readable(Cache& cache) { check_mapped(*this, cache, false, cache.readable); }
 
 void Engine::check_writable(Cache& cache) {
-  check_mapped(cache, true, cache.writable);
-  if (cache.held.load(std::memory_order_relaxed) == 0) return;
+  check_mapped(*this, cache, true, cache.writable);
+  const bool of_memory = cache.geometry.layout == Layout::memory;
+  if (held_of(cache).load(std::memory_order_relaxed) == 0) return;
+  if (of_memory && !cache.file_backed.load()) return;  // what is held is a file's
   throw Error({Kind::busy,
                "the kernel still holds a copy of an earlier operation into " + cache.geometry.label() +
                    ", which waits for the file or device behind it: nothing else is written there before it has come back",

@@ -11,6 +11,7 @@
 
 #include "crew.hpp"
 #include "guard.hpp"
+#include "mapped.hpp"
 #include "operation.hpp"
 #include "reactor.hpp"
 #include "registry.hpp"
@@ -51,6 +52,8 @@ struct Engine {
   GuardTable guards;
   Registry registry;
   IdentityWord identity;
+  KnownMemory memory;  // of this process, that operations have used by spans
+  std::atomic<unsigned> memory_held{0};  // of those, given up while the kernel still held their copy
   Timers timers;
   EventLog log;
   Reactor reactor;
@@ -60,9 +63,10 @@ struct Engine {
   Engine(NodeOptions options, unsigned threads, unsigned helpers, std::function<std::int64_t(std::int64_t)> tick);
 
   // At first use of caller-owned memory: its whole range must be mapped with the right needed, once per cache. Throws
-  // Error(invalid_argument) naming cache and tensor, before the first byte.
+  // Error(invalid_argument) naming cache and tensor, before the first byte; of a process's memory, naming span and address.
   void check_readable(Cache& cache);
   void check_writable(Cache& cache);
+  std::atomic<unsigned>& held_of(Cache& cache) { return cache.geometry.layout == Layout::memory ? memory_held : cache.held; }
 };
 
 inline constexpr std::uint64_t one_sided_inline_bytes = 256 << 10;  // up to here on the calling thread alone

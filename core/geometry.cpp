@@ -22,6 +22,7 @@ std::string_view layout_name(Layout layout) {
     case Layout::rows: return "rows";
     case Layout::blocks: return "blocks";
     case Layout::mixed: return "mixed";
+    case Layout::memory: return "memory";
   }
   return "unknown";
 }
@@ -82,6 +83,19 @@ void check_row_bytes(std::string_view side, const Geometry& geometry, std::uint6
   if (bytes == 0) invalid("0 bytes of a row of ", side, " ", geometry.label(), ": size must be positive, or -1");
   if (bytes <= geometry.unit_bytes) return;
   invalid(bytes, " bytes do not fit in a row of ", side, " ", geometry.label(), ", which has ", geometry.unit_bytes);
+}
+
+// Spans need no look at what was registered how; what has a form does.
+void need_cache(std::string_view side, const Geometry& geometry) {
+  if (geometry.layout != Layout::memory) return;
+  invalid(side, " ", geometry.label(), " has no blocks and no rows: it is moved by spans");
+}
+
+void check_span(std::string_view side, const Geometry& geometry, std::size_t number, std::uint64_t offset, std::uint64_t bytes) {
+  const auto extent = geometry.tensor_extent();
+  if (offset <= extent && bytes <= extent - offset) return;
+  invalid("span ", number, " of ", side, " ", geometry.label(), ", ", bytes, " bytes from byte ", offset, " on, does not lie inside its ", extent,
+          " bytes");
 }
 
 // --- making runs -----------------------------------------------------------------------------------------------------
@@ -154,6 +168,28 @@ void plan_whole(Plan& plan, const Geometry& source, const Geometry& destination)
   }
   append_units(plan.runs, {source.stride_bytes, source.unit_bytes}, 0,
                {destination.stride_bytes, destination.unit_bytes}, 0, source.count);
+}
+
+// Neighbours on both sides become one run.
+void append_run(std::vector<Run>& runs, const Run& run) {
+  if (!runs.empty()) {
+    Run& last = runs.back();
+    if (last.source + last.bytes == run.source && last.destination + last.bytes == run.destination) {
+      last.bytes += run.bytes;
+      return;
+    }
+  }
+  runs.push_back(run);
+}
+
+void plan_spans(Plan& plan, const Geometry& source, const Geometry& destination, const Moves& moves) {
+  plan.runs.reserve(moves.spans.size());
+  for (std::size_t i = 0; i < moves.spans.size(); ++i) {
+    const Run& span = moves.spans[i];
+    check_span("source", source, i, span.source, span.bytes);
+    check_span("destination", destination, i, span.destination, span.bytes);
+    append_run(plan.runs, span);
+  }
 }
 
 void plan_row(Plan& plan, const Geometry& source, const Geometry& destination, const Moves& moves,
@@ -246,6 +282,16 @@ void plan_row_to_blocks(Plan& plan, const Geometry& source, const Geometry& dest
 
 // --- Geometry --------------------------------------------------------------------------------------------------------
 
+Geometry Geometry::of_memory() {
+  Geometry geometry;
+  geometry.name = "MEMORY";
+  geometry.layout = Layout::memory;
+  geometry.unit_bytes = geometry.stride_bytes = 1;
+  geometry.count = static_cast<std::uint64_t>(std::numeric_limits<std::int64_t>::max());
+  geometry.tensors = {TensorPlace{}};
+  return geometry;
+}
+
 bool Geometry::mappable() const noexcept {
   return !tensors.empty() &&
          std::all_of(tensors.begin(), tensors.end(), [](const TensorPlace& place) { return place.segment != 0; });
@@ -257,6 +303,12 @@ std::string Geometry::label() const {
 }
 
 void Geometry::check() const {
+  if (layout == Layout::memory) {
+    const bool is_it = cache_id == 0 && kind == "host" && unit_bytes == 1 && stride_bytes == 1 && count == of_memory().count &&
+                       tensors.size() == 1 && tensors[0].address == 0 && tensors[0].segment == 0 && tensors[0].offset == 0;
+    if (!is_it) invalid(label(), " is neither a cache nor the memory of a process");
+    return;
+  }
   if (static_cast<std::uint8_t>(layout) > 2) invalid(label(), ": layout ", static_cast<int>(layout), " is unknown");
   if (tensors.empty()) invalid(label(), " has no tensors");
   if (tensors.size() >= unit_limit) invalid(label(), " has ", tensors.size(), " tensors: too many");
@@ -288,12 +340,16 @@ void Geometry::check() const {
 
 Plan make_plan(const Geometry& source, const Geometry& destination, const Moves& moves, std::int64_t key_row,
                bool mover_owns_destination) {
+  const auto check_side = moves.form == Moves::Form::spans ? check_spannable : need_cache;
+  check_side("source", source);
+  check_side("destination", destination);
   Plan plan = start_plan(source, destination, moves);
   switch (moves.form) {
     case Moves::Form::whole: plan_whole(plan, source, destination); break;
     case Moves::Form::row: plan_row(plan, source, destination, moves, key_row, mover_owns_destination); break;
     case Moves::Form::blocks: plan_blocks(plan, source, destination, moves); break;
     case Moves::Form::row_to_blocks: plan_row_to_blocks(plan, source, destination, moves, key_row); break;
+    case Moves::Form::spans: plan_spans(plan, source, destination, moves); break;
     default: invalid("form ", static_cast<int>(moves.form), " of a move is unknown");
   }
   finish(plan, destination);
@@ -312,6 +368,19 @@ Plan make_source_plan(const Geometry& source, const SourceSelect& select, std::i
   plan.source_first = select.tensor_first;
   plan.tensors = select.tensor_count;
 
+  if (select.by_spans) {
+    check_spannable("source", source);
+    plan.runs.reserve(select.spans.size());
+    std::uint64_t position = 0;
+    for (std::size_t i = 0; i < select.spans.size(); ++i) {
+      const auto& [offset, bytes] = select.spans[i];
+      check_span("source", source, i, offset, bytes);
+      append_run(plan.runs, {offset, position, bytes});
+      if (__builtin_add_overflow(position, bytes, &position)) break;  // said by finish(), which counts them again
+    }
+    finish(plan, source);
+    return plan;
+  }
   if (select.unit_bytes == 0) {
     need_layout("source", source, Layout::rows);
     const std::uint64_t row = source_row(source, select.row, key_row);
@@ -346,7 +415,24 @@ Plan make_source_plan(const Geometry& source, const SourceSelect& select, std::i
   return plan;
 }
 
+SourceSelect select_spans(const Moves& moves) {
+  SourceSelect select;
+  select.tensor_count = 1;
+  select.by_spans = true;
+  select.spans = source_spans(moves);
+  return select;
+}
+
+void check_spannable(std::string_view side, const Geometry& geometry) {
+  if (geometry.tensors.size() != 1)
+    invalid(side, " ", geometry.label(), " has ", geometry.tensors.size(), " tensors: spans are of caches that have one");
+  if (geometry.stride_bytes != geometry.unit_bytes)
+    invalid(side, " ", geometry.label(), " has gaps between its units (", geometry.unit_bytes, " bytes in ", geometry.stride_bytes,
+            "): spans are of caches that have none");
+}
+
 DestinationPlan make_destination_plan(const Geometry& destination, const Moves& moves) {
+  if (moves.form != Moves::Form::spans) need_cache("destination", destination);
   const Tensors to = take_tensors("destination", destination, moves.destination_tensors);
   DestinationPlan out;
   out.plan.source_first = moves.source_tensors.first;
@@ -388,6 +474,19 @@ DestinationPlan make_destination_plan(const Geometry& destination, const Moves& 
       for (const UnitRun& run : moves.destination) {
         append_units(runs, stream, position, into, run.first, run.count);
         position += run.count;
+      }
+      break;
+    }
+    case Moves::Form::spans: {
+      check_spannable("destination", destination);
+      out.select = select_spans(moves);
+      runs.reserve(moves.spans.size());
+      std::uint64_t position = 0;
+      for (std::size_t i = 0; i < moves.spans.size(); ++i) {
+        const Run& span = moves.spans[i];
+        check_span("destination", destination, i, span.destination, span.bytes);
+        append_run(runs, {position, span.destination, span.bytes});
+        position += span.bytes;
       }
       break;
     }

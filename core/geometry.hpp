@@ -1,5 +1,5 @@
-// Geometry: how rows, blocks and layers become byte spans, on both sides at once. Pure values; knows no links, no threads
-// and touches no memory.
+// Geometry: how rows, blocks, layers and listed spans become byte runs, on both sides at once. Pure values; knows no links,
+// no threads and touches no memory.
 #pragma once
 
 #include <cstddef>
@@ -17,7 +17,9 @@ namespace kvferry {
 
 inline constexpr std::size_t longest_name = 4096;  // of a cache, in bytes
 
-enum class Layout : std::uint8_t { rows = 0, blocks = 1, mixed = 2 };
+// memory: no cache, but all addresses of a process, which one operation of that process reads or writes by spans. Nobody
+// can name it from outside.
+enum class Layout : std::uint8_t { rows = 0, blocks = 1, mixed = 2, memory = 3 };
 
 // Where one tensor of a cache lies. `segment` 0: caller-owned, `address` is the owner's; else an offset in that segment is
 // known as well (`offset`) and peers may map it.
@@ -41,9 +43,10 @@ struct Geometry {
   std::uint64_t tensor_extent() const noexcept {  // bytes from a tensor's first to behind its last byte
     return count == 0 ? 0 : (count - 1) * stride_bytes + unit_bytes;
   }
+  static Geometry of_memory();     // Layout::memory: one tensor, at address 0
   bool mappable() const noexcept;  // every tensor lies in a segment
   // Throws Error(invalid_argument) naming what is wrong: zero sizes, stride < unit, overflow of any product or sum,
-  // address 0, more than 2^32-1 units, no tensors.
+  // address 0, more than 2^32-1 units, no tensors. Of Layout::memory there is one only.
   void check() const;
   std::string label() const;  // "cache 3 'kv'"
 };
@@ -60,9 +63,22 @@ struct UnitRun {  // `count` neighbouring units from `first`
   bool operator==(const UnitRun&) const = default;
 };
 
+// A byte run on both sides, as offsets from the start of each tensor; the same for every tensor moved.
+struct Run {
+  std::uint64_t source = 0, destination = 0, bytes = 0;
+  bool operator==(const Run&) const = default;
+};
+
+bool countable(const Run& run) noexcept;  // offsets, bytes and ends below 2^63
+
+struct ByteSpan {  // of one side
+  std::uint64_t offset = 0, bytes = 0;
+  bool operator==(const ByteSpan&) const = default;
+};
+
 // What the caller asked for: which units go where, the same for every tensor moved. Immutable, shared by operations.
 struct Moves {
-  enum class Form : std::uint8_t { whole = 0, row = 1, blocks = 2, row_to_blocks = 3 };
+  enum class Form : std::uint8_t { whole = 0, row = 1, blocks = 2, row_to_blocks = 3, spans = 4 };
   Form form = Form::whole;
   TensorRange source_tensors, destination_tensors;
   std::int64_t source_row = 0;  // -1: the row that the key names
@@ -71,6 +87,7 @@ struct Moves {
   // blocks: pairs, neighbours merged (source and destination both + 1), a destination named twice keeps its last writer
   // (unless keep_order). row_to_blocks: `destination` only, in the given order.
   std::vector<UnitRun> source, destination;
+  std::vector<Run> spans;  // spans: as the caller lists them, of each side's only tensor
   std::uint64_t units = 0;
   std::uint64_t source_end = 0, destination_end = 0;  // highest unit + 1, for range checks
   std::uint32_t last_listed = 0;                      // row_to_blocks: the last listed block gets only what is left
@@ -87,6 +104,9 @@ struct Moves {
   static std::shared_ptr<const Moves> make_row_to_blocks(std::int64_t source_row, const std::int64_t* destination,
                                                          std::size_t n, TensorRange source,
                                                          TensorRange destination_tensors);
+  // n times source offset, destination offset, bytes. Throws Error(invalid_argument) naming the first span of 0 bytes or whose
+  // end lies beyond 2^63-1, or if all of them together are more than that.
+  static std::shared_ptr<const Moves> make_spans(const std::uint64_t* listed, std::size_t n);
 };
 
 // One side of a move as byte runs: what the owner of a source needs to know, and all of it. This is what travels.
@@ -99,11 +119,8 @@ struct SourceSelect {
   std::uint64_t row_bytes = 0;       // row form: bytes from the row's start
   std::uint64_t whole_count = 0;     // > 0: units 0..whole_count-1, which must be all of the source's
   std::vector<UnitRun> units;        // units form, unless whole_count
-};
-
-// A byte run on both sides, as offsets from the start of each tensor; the same for every tensor moved.
-struct Run {
-  std::uint64_t source = 0, destination = 0, bytes = 0;
+  bool by_spans = false;             // spans form: nothing else counts, the source has one tensor
+  std::vector<ByteSpan> spans{};
 };
 
 // Everything checked and turned into runs.
@@ -133,11 +150,21 @@ struct DestinationPlan {
 };
 DestinationPlan make_destination_plan(const Geometry& destination, const Moves& moves);
 
+// What a source is asked for by spans: theirs, in the order listed.
+SourceSelect select_spans(const Moves& moves);
+
 // Unit numbers in the caller's order with neighbours merged. Throws Error(invalid_argument) for numbers < 0 or >= 2^32.
 std::vector<UnitRun> merge_units(const std::int64_t* units, std::size_t n);
 
 // Throws Error(not_found) if some of `units` is not among the units of a window of the cache called `label`.
 void check_inside(const std::vector<UnitRun>& window_units, const std::vector<UnitRun>& units, std::string_view label);
+// The same for spans, which may lie across neighbouring units; of a cache that spans cannot be of (not one contiguous tensor)
+// Error(invalid_argument).
+void check_inside(const std::vector<UnitRun>& window_units, const std::vector<ByteSpan>& spans, const Geometry& geometry);
+std::vector<ByteSpan> source_spans(const Moves& moves);
+std::vector<ByteSpan> destination_spans(const Moves& moves);
+// Throws Error(invalid_argument) naming side and cache unless spans can be of it: one tensor, without gaps between its units.
+void check_spannable(std::string_view side, const Geometry& geometry);
 
 // Walks a plan: tensor by tensor, run by run, in pieces that may cut runs. Cheap to copy.
 class PlanCursor {

@@ -406,6 +406,22 @@ void Link::forget_announcement(std::uint32_t segment_id) {
   announced_.erase(segment_id);
 }
 
+void Link::offer(std::uint64_t push, Offer offer) {
+  const std::lock_guard lock(mutex_);
+  offers_[push] = std::move(offer);
+}
+
+void Link::withdraw(std::uint64_t push) noexcept {
+  const std::lock_guard lock(mutex_);
+  offers_.erase(push);
+}
+
+std::optional<Link::Offer> Link::offered(std::uint64_t push) const {
+  const std::lock_guard lock(mutex_);
+  const auto it = offers_.find(push);
+  return it == offers_.end() ? std::nullopt : std::optional(it->second);
+}
+
 std::shared_ptr<const Source> Link::kept(const Target& target) {
   const std::lock_guard lock(mutex_);
   const auto it = kept_.find(target);

@@ -11,6 +11,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <unordered_map>
 #include <unordered_set>
@@ -168,6 +169,15 @@ class Link : public std::enable_shared_from_this<Link> {
   void forget_announcement(std::uint32_t segment_id);
   std::vector<std::uint32_t> announced() const;
 
+  // What a push of this side's own memory lets the peer ask for while it lasts, by the push's number.
+  struct Offer {
+    std::shared_ptr<Cache> memory;
+    Guard guard;
+  };
+  void offer(std::uint64_t push, Offer offer);
+  void withdraw(std::uint64_t push) noexcept;
+  std::optional<Offer> offered(std::uint64_t push) const;
+
   std::shared_ptr<const Source> kept(const Target& target);  // nullptr: resolve anew
   void keep(const Target& target, std::shared_ptr<const Source> source);
   bool stands(const Source& source) const noexcept;  // its guards, and its epoch if that matters
@@ -194,6 +204,7 @@ class Link : public std::enable_shared_from_this<Link> {
   std::unordered_set<std::uint32_t> announced_;
   std::unordered_set<std::uint32_t> gone_;  // their descriptors may still be on their way
   std::unordered_map<Target, std::shared_ptr<const Source>, TargetHash> kept_;
+  std::unordered_map<std::uint64_t, Offer> offers_;
   std::unordered_map<Operation*, std::weak_ptr<Operation>> operations_;
   std::vector<std::weak_ptr<ServerLane>> server_lanes_;
   std::condition_variable quiet_;

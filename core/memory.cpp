@@ -1,7 +1,6 @@
 #include "memory.hpp"
 
 #include <fcntl.h>
-#include <sys/ioctl.h>
 #include <sys/mman.h>
 #include <sys/random.h>
 #include <sys/stat.h>
@@ -9,9 +8,7 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <charconv>
 #include <cstring>
-#include <string_view>
 #include <utility>
 
 #include "error.hpp"
@@ -226,151 +223,6 @@ std::vector<std::shared_ptr<Segment>> Pool::segments() const {
   std::lock_guard lock(mutex_);
   std::vector<std::shared_ptr<Segment>> out;
   for (const Shelf& shelf : shelves_) out.push_back(shelf.segment);
-  return out;
-}
-
-// --- what is mapped --------------------------------------------------------------------------------------------------
-
-namespace {
-
-struct MapLine {  // of /proc/self/maps: "start-end rwxp offset major:minor inode   path"
-  std::uint64_t start = 0, end = 0, inode = 0;
-  bool readable = false, writable = false;
-  std::string_view path;
-};
-
-std::string_view take_word(std::string_view& line) {
-  line.remove_prefix(std::min(line.find_first_not_of(' '), line.size()));
-  const std::string_view word = line.substr(0, line.find(' '));
-  line.remove_prefix(word.size());
-  return word;
-}
-
-bool take_number(std::string_view text, int base, std::uint64_t& out) {
-  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), out, base);
-  return error == std::errc{} && end == text.data() + text.size();
-}
-
-std::optional<MapLine> parse_map_line(std::string_view line) {
-  MapLine out;
-  const std::string_view range = take_word(line);
-  const std::size_t dash = range.find('-');
-  if (dash == std::string_view::npos || !take_number(range.substr(0, dash), 16, out.start) ||
-      !take_number(range.substr(dash + 1), 16, out.end)) {
-    return std::nullopt;
-  }
-  const std::string_view rights = take_word(line);
-  if (rights.size() < 4) return std::nullopt;
-  out.readable = rights[0] == 'r';
-  out.writable = rights[1] == 'w';
-  take_word(line);  // offset
-  take_word(line);  // device
-  if (!take_number(take_word(line), 10, out.inode)) return std::nullopt;
-  line.remove_prefix(std::min(line.find_first_not_of(' '), line.size()));
-  out.path = line;
-  return out;
-}
-
-// Memory that the kernel backs with a nameless file of its own is as good as anonymous memory: nobody can truncate it or
-// make a read of it wait for a disk.
-bool backed_by_a_file(const MapLine& line) {
-  if (line.inode == 0) return false;
-  for (std::string_view own : {"/memfd:", "/dev/zero", "/SYSV", "/anon_hugepage"}) {
-    if (line.path.starts_with(own)) return false;
-  }
-  return true;
-}
-
-// PROCMAP_QUERY of Linux 6.11 (include/uapi/linux/fs.h there): one mapping by address, without the text of all of them,
-// which takes hundreds of microseconds in a process with many. Spelled out here for older headers.
-struct MapQuery {
-  std::uint64_t size, flags, address;                                   // in
-  std::uint64_t start, end, rights, page_bytes, offset, inode;          // out
-  std::uint32_t device_major, device_minor;                             // out
-  std::uint32_t name_bytes, build_id_bytes;                             // in, out
-  std::uint64_t name, build_id;                                         // in
-};
-constexpr unsigned long map_query_request = _IOWR('f', 17, MapQuery);
-static_assert(sizeof(MapQuery) == 104);
-
-// Nothing where the kernel cannot be asked like that.
-std::optional<Mapped> ask_the_kernel(std::uint64_t address, std::uint64_t end, bool writable) {
-  // Opened once: opening it takes longer than asking. A forked child, in which it is closed, has no open node to ask for.
-  static const Descriptor maps(open("/proc/self/maps", O_RDONLY | O_CLOEXEC));
-  static const std::uint32_t generation = process_generation();
-  const int fd = maps.get();
-  if (fd < 0 || generation != process_generation()) return std::nullopt;
-  std::optional<Mapped> out(Mapped{});
-  for (out->hole = address; out->hole < end;) {
-    char name[64] = "";  // enough to tell whose file it is; a longer name is cut off by an error, and asked for without
-    MapQuery query{};
-    query.size = sizeof query;
-    query.address = out->hole;
-    query.name = reinterpret_cast<std::uint64_t>(name);
-    query.name_bytes = sizeof name;
-    int rc = ioctl(fd, map_query_request, &query);
-    if (rc != 0 && errno == ENAMETOOLONG) {
-      query.name = query.name_bytes = 0;
-      rc = ioctl(fd, map_query_request, &query);
-    }
-    if (rc != 0) {
-      if (errno != ENOENT) out.reset();
-      break;
-    }
-    constexpr std::uint64_t may_read = 1, may_write = 2;
-    if ((query.rights & (writable ? may_write : may_read)) == 0) break;
-    MapLine line;
-    line.inode = query.inode;
-    line.path = name;
-    out->file_backed |= backed_by_a_file(line);
-    out->hole = query.end;
-  }
-  if (out && out->hole >= end) out->ok = true, out->hole = 0;
-  return out;
-}
-
-std::string read_own_maps() {
-  std::string text;
-  const int fd = open("/proc/self/maps", O_RDONLY | O_CLOEXEC);
-  if (fd < 0) {
-    const auto kind = errno == EMFILE || errno == ENFILE ? Kind::busy : Kind::internal;
-    throw Error(kind, sentence("/proc/self/maps cannot be opened: ", why(errno)));
-  }
-  std::size_t used = 0;
-  for (;;) {
-    if (text.size() - used < 32768) text.resize(text.size() + 65536);
-    const ssize_t n = read(fd, text.data() + used, text.size() - used);
-    if (n < 0 && errno == EINTR) continue;
-    if (n <= 0) break;
-    used += static_cast<std::size_t>(n);
-  }
-  close(fd);
-  text.resize(used);
-  return text;
-}
-
-}  // namespace
-
-Mapped range_mapped(std::uint64_t address, std::uint64_t bytes, bool writable) {
-  Mapped out;
-  std::uint64_t end = 0;
-  out.hole = address;
-  if (__builtin_add_overflow(address, bytes, &end)) return out;
-  if (auto asked = ask_the_kernel(address, end, writable)) return *asked;
-  std::uint64_t need = address;  // everything before it is mapped as it should be
-  const std::string text = read_own_maps();
-  std::string_view rest = text;
-  while (need < end && !rest.empty()) {
-    const std::string_view raw = rest.substr(0, rest.find('\n'));
-    rest.remove_prefix(std::min(raw.size() + 1, rest.size()));
-    const auto line = parse_map_line(raw);
-    if (!line || line->end <= need) continue;
-    if (line->start > need || !(writable ? line->writable : line->readable)) break;
-    out.file_backed |= backed_by_a_file(*line);
-    need = line->end;
-  }
-  out.ok = need >= end;
-  out.hole = out.ok ? 0 : need;
   return out;
 }
 

@@ -1,5 +1,5 @@
-// Memory: sealed segments that peers may map, the node's pool made of them, what is mapped at an address, and the word
-// that proves whose memory a one-sided read has hit. Knows no caches.
+// Memory: sealed segments that peers may map, the node's pool made of them, and the word that proves whose memory a
+// one-sided read has hit. Knows no caches.
 #pragma once
 
 #include <cstddef>
@@ -89,15 +89,6 @@ class Pool {
   std::uint32_t next_id_;
   std::vector<Shelf> shelves_;
 };
-
-// Whether [address, address + bytes) is mapped with the needed right (read or write), from /proc/self/maps.
-// On failure `hole` is the first address that is not. Mappings of files other than memfd are reported in `file_backed`.
-struct Mapped {
-  bool ok = false;
-  std::uint64_t hole = 0;
-  bool file_backed = false;
-};
-Mapped range_mapped(std::uint64_t address, std::uint64_t bytes, bool writable);
 
 // The random words that prove whose memory a read has hit: private, wiped in a forked child, gone after exec.
 class IdentityWord {

@@ -1,4 +1,4 @@
-// Lists of units: how the numbers that a caller gives become runs (the Moves of geometry.hpp). Knows no cache.
+// Lists of units and spans: how the numbers that a caller gives become runs (the Moves of geometry.hpp). Knows no cache.
 #include <algorithm>
 #include <bit>
 #include <functional>
@@ -109,8 +109,8 @@ UnitRun unit_run(std::int64_t first, std::int64_t count) {
   return {static_cast<std::uint32_t>(first), static_cast<std::uint32_t>(count)};
 }
 
-void check_list_length(std::size_t n) {
-  if (n >= unit_limit) invalid(n, " blocks in one list: at most 4294967295 are possible");
+void check_list_length(std::size_t n, std::string_view what = "blocks") {
+  if (n >= unit_limit) invalid(n, " ", what, " in one list: at most 4294967295 are possible");
 }
 
 }  // namespace
@@ -191,6 +191,28 @@ std::shared_ptr<const Moves> Moves::make_row_to_blocks(std::int64_t source_row, 
   return moves;
 }
 
+std::shared_ptr<const Moves> Moves::make_spans(const std::uint64_t* listed, std::size_t n) {
+  check_list_length(n, "spans");
+  auto moves = std::make_shared<Moves>();
+  moves->form = Form::spans;
+  moves->units = n;
+  moves->spans.resize(n);
+  std::uint64_t total = 0;
+  for (std::size_t i = 0; i < n; ++i) {
+    const Run run{listed[3 * i], listed[3 * i + 1], listed[3 * i + 2]};
+    if (run.bytes == 0) invalid("span ", i, " has 0 bytes: leave it out");
+    if (!countable(run)) invalid("span ", i, ": its offsets, its bytes and its ends on both sides must lie in 0 .. 2^63-1");
+    total += run.bytes;  // both below 2^63
+    if (total >> 63 != 0) invalid("the bytes of all spans up to span ", i, " are more than can be counted");
+    moves->spans[i] = run;
+  }
+  return moves;
+}
+
+bool countable(const Run& run) noexcept {
+  return ((run.source | run.destination | run.bytes | (run.source + run.bytes) | (run.destination + run.bytes)) >> 63) == 0;
+}
+
 std::vector<UnitRun> merge_units(const std::int64_t* units, std::size_t n) {
   check_unit_numbers("listed", units, n);
   std::vector<UnitRun> runs;
@@ -204,16 +226,20 @@ std::vector<UnitRun> merge_units(const std::int64_t* units, std::size_t n) {
   return runs;
 }
 
-void check_inside(const std::vector<UnitRun>& window_units, const std::vector<UnitRun>& units, std::string_view label) {
-  struct Range {
-    std::uint64_t first, end;
-  };
-  std::vector<Range> ranges;
+namespace {
+
+// Units [first, end) of a window, ascending, neighbours joined.
+struct UnitRange {
+  std::uint64_t first, end;
+};
+
+std::vector<UnitRange> joined(const std::vector<UnitRun>& window_units) {
+  std::vector<UnitRange> ranges;
   ranges.reserve(window_units.size());
   for (const UnitRun& run : window_units) ranges.push_back({run.first, std::uint64_t{run.first} + run.count});
-  std::sort(ranges.begin(), ranges.end(), [](const Range& a, const Range& b) { return a.first < b.first; });
-  std::size_t kept = 0;  // neighbours joined in place
-  for (const Range& range : ranges) {
+  std::sort(ranges.begin(), ranges.end(), [](const UnitRange& a, const UnitRange& b) { return a.first < b.first; });
+  std::size_t kept = 0;
+  for (const UnitRange& range : ranges) {
     if (kept > 0 && range.first <= ranges[kept - 1].end) {
       ranges[kept - 1].end = std::max(ranges[kept - 1].end, range.end);
     } else {
@@ -221,16 +247,57 @@ void check_inside(const std::vector<UnitRun>& window_units, const std::vector<Un
     }
   }
   ranges.resize(kept);
+  return ranges;
+}
+
+// How far the window reaches without a gap from `unit` on: its first unit behind that is not in the window, or 0 if `unit` is
+// not among those of a range that begins at or before it.
+std::uint64_t covered_from(const std::vector<UnitRange>& ranges, std::uint64_t unit) {
+  const auto after = std::upper_bound(ranges.begin(), ranges.end(), unit,
+                                      [](std::uint64_t one, const UnitRange& range) { return one < range.first; });
+  return after == ranges.begin() ? 0 : std::prev(after)->end;
+}
+
+}  // namespace
+
+void check_inside(const std::vector<UnitRun>& window_units, const std::vector<UnitRun>& units, std::string_view label) {
+  const auto ranges = joined(window_units);
   for (const UnitRun& run : units) {
     if (run.count == 0) continue;
-    const std::uint64_t end = std::uint64_t{run.first} + run.count;
-    auto after = std::upper_bound(ranges.begin(), ranges.end(), std::uint64_t{run.first},
-                                  [](std::uint64_t unit, const Range& range) { return unit < range.first; });
-    const std::uint64_t covered = after == ranges.begin() ? 0 : std::prev(after)->end;
-    if (covered >= end) continue;
+    const auto covered = covered_from(ranges, run.first);
+    if (covered >= std::uint64_t{run.first} + run.count) continue;
     throw Error(Kind::not_found,
                 sentence("block ", std::max<std::uint64_t>(run.first, covered), " of ", label, " is not in the window"));
   }
+}
+
+void check_inside(const std::vector<UnitRun>& window_units, const std::vector<ByteSpan>& spans, const Geometry& geometry) {
+  check_spannable("the window of", geometry);
+  const auto ranges = joined(window_units);
+  const auto unit_bytes = geometry.unit_bytes;
+  for (std::size_t i = 0; i < spans.size(); ++i) {
+    const auto [offset, bytes] = spans[i];
+    if (bytes == 0) continue;
+    const auto first = offset / unit_bytes, end = (offset + bytes - 1) / unit_bytes + 1;
+    const auto covered = covered_from(ranges, first);
+    if (covered >= end) continue;
+    throw Error(Kind::not_found, sentence("span ", i, ", ", bytes, " bytes from byte ", offset, " of ", geometry.label(), " on, does not lie in the window: block ",
+                                          std::max(first, covered), " is not in it"));
+  }
+}
+
+std::vector<ByteSpan> source_spans(const Moves& moves) {
+  std::vector<ByteSpan> spans;
+  spans.reserve(moves.spans.size());
+  for (const Run& run : moves.spans) spans.push_back({run.source, run.bytes});
+  return spans;
+}
+
+std::vector<ByteSpan> destination_spans(const Moves& moves) {
+  std::vector<ByteSpan> spans;
+  spans.reserve(moves.spans.size());
+  for (const Run& run : moves.spans) spans.push_back({run.destination, run.bytes});
+  return spans;
 }
 
 }  // namespace kvferry

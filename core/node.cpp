@@ -66,6 +66,9 @@ void Node::close() {
   const std::lock_guard one_at_a_time(node.closing);
   if (!node.closed.exchange(true)) end_all(node);
   node.engine.registry.close();
+  if (node.engine.memory_held.load() > 0)
+    throw Error({Kind::busy, "the kernel holds a copy in memory of this process that was moved by spans, which waits for the file or device behind it: "
+                             "the memory must stay as it is; close the node again to hear when it is free", true, false}, "", "MEMORY", "");
   node.engine.crew.wait_for_apart(Deadline::after_ms(60'000));  // they are inside nothing any more
 }
 
@@ -123,23 +126,23 @@ void check_names(const Target& target, bool pushing) {
 
 }  // namespace
 
-std::shared_ptr<Pull> Node::pull(const std::shared_ptr<Link>& link, Target target, std::uint64_t into, std::shared_ptr<const Moves> moves,
+std::shared_ptr<Pull> Node::pull(const std::shared_ptr<Link>& link, Target target, std::optional<std::uint64_t> into, std::shared_ptr<const Moves> moves,
                                  Deadline deadline, unsigned transports) {
   auto& e = engine();
   check_names(target, false);
   PullAsk ask;
   ask.target = std::move(target);
-  ask.destination = destination_cache(e, into);
+  ask.destination = into ? destination_cache(e, *into) : destination_memory(moves);
   ask.moves = std::move(moves);
   ask.transports = transports;
   return std::make_shared<Pull>(e, link, deadline, std::move(ask));
 }
 
 namespace {
-PushAsk push_ask(Engine& engine, std::uint64_t source, Target target, std::shared_ptr<const Moves> moves, unsigned transports) {
+PushAsk push_ask(Engine& engine, std::optional<std::uint64_t> source, Target target, std::shared_ptr<const Moves> moves, unsigned transports) {
   PushAsk ask;
-  ask.source = engine.registry.find(source);
-  if (!ask.source) throw Error(Kind::not_found, sentence("this node has no cache ", source));
+  ask.source = source ? engine.registry.find(*source) : memory_of_process(moves);
+  if (!ask.source) throw Error(Kind::not_found, sentence("this node has no cache ", *source));
   ask.target = std::move(target);
   ask.moves = std::move(moves);
   ask.transports = transports;
@@ -147,7 +150,7 @@ PushAsk push_ask(Engine& engine, std::uint64_t source, Target target, std::share
 }
 }  // namespace
 
-std::shared_ptr<Push> Node::push(const std::shared_ptr<Link>& link, std::uint64_t source, Target target, std::shared_ptr<const Moves> moves,
+std::shared_ptr<Push> Node::push(const std::shared_ptr<Link>& link, std::optional<std::uint64_t> source, Target target, std::shared_ptr<const Moves> moves,
                                  Deadline deadline, unsigned transports) {
   auto& e = engine();
   return std::make_shared<Push>(e, link, deadline, push_ask(e, source, std::move(target), std::move(moves), transports));
@@ -238,6 +241,7 @@ Result Node::copy(const Target& source, const Target& destination, const Moves& 
   e.check_readable(*from);
   e.check_writable(*to);
   const bool within = from == to;
+  if (within && moves.form == Moves::Form::spans) throw Error(Kind::invalid_argument, "spans are copied between two caches, not within one");
   const bool of_files = from->file_backed.load() || to->file_backed.load();
   const auto copy_plainly = [&](void* out, const void* in, std::size_t bytes) {
     if (of_files) return copy_bytes_by_kernel(out, in, bytes);

@@ -54,9 +54,10 @@ class Node {
   Registry& registry();  // throws Error(closed)
   Engine& engine();
 
-  std::shared_ptr<Pull> pull(const std::shared_ptr<Link>& link, Target target, std::uint64_t into, std::shared_ptr<const Moves> moves,
+  // A side without a cache id is this process's memory, by spans.
+  std::shared_ptr<Pull> pull(const std::shared_ptr<Link>& link, Target target, std::optional<std::uint64_t> into, std::shared_ptr<const Moves> moves,
                              Deadline deadline, unsigned transports);
-  std::shared_ptr<Push> push(const std::shared_ptr<Link>& link, std::uint64_t source, Target target, std::shared_ptr<const Moves> moves,
+  std::shared_ptr<Push> push(const std::shared_ptr<Link>& link, std::optional<std::uint64_t> source, Target target, std::shared_ptr<const Moves> moves,
                              Deadline deadline, unsigned transports);
   std::shared_ptr<LayerPush> push_layers(const std::shared_ptr<Link>& link, std::uint64_t source, Target target,
                                          std::shared_ptr<const Moves> moves, std::vector<std::uint32_t> layers,

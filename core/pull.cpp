@@ -42,6 +42,7 @@ SourceSelect select_of(const Plan& plan, const Moves& moves, const Geometry& sou
       select.row = moves.source_row;
       select.row_bytes = plan.bytes_per_tensor;
       break;
+    case Moves::Form::spans: return source.layout == Layout::memory ? SourceSelect{} : select_spans(moves);  // of a push: it knows them
   }
   return select;
 }
@@ -62,6 +63,12 @@ Destination destination_cache(Engine& engine, std::uint64_t cache_id) {
   destination.guards.push_back(cache->guard);
   destination.kind = cache->kind;
   destination.caches.push_back(std::move(cache));
+  return destination;
+}
+
+Destination destination_memory(const std::shared_ptr<const Moves>& moves) {
+  Destination destination;
+  destination.caches.push_back(memory_of_process(moves));
   return destination;
 }
 
@@ -211,7 +218,8 @@ Need Pull::step() {
 }
 
 bool Pull::will_not_wait(std::uint64_t bytes) {
-  if (one_sided() == 0) return false;
+  constexpr std::size_t spans_at_most = 256;  // to check and to plan more takes longer than giving up the GIL may
+  if (one_sided() == 0 || ask_.moves->spans.size() > spans_at_most) return false;
   if (!source_ && ask_.keep) source_ = link_->kept(ask_.target);
   if (!source_ || source_->consume || source_->geometry.kind != "host") return false;
   if (source_->segments.empty() && source_->file_backed) return false;
@@ -308,7 +316,9 @@ void Pull::make_plan_now() {
   if (!plan_) {
     const auto& source = *source_;
     auto plan = make_plan(source.geometry, ask_.destination.geometry(), *ask_.moves, source.key_row, ask_.mover_owns_destination);
-    if (source.windowed)
+    if (source.windowed && ask_.moves->form == Moves::Form::spans)
+      check_inside(source.window, source_spans(*ask_.moves), source.geometry);
+    else if (source.windowed)
       check_inside(source.window, units_of(*ask_.moves, source.geometry, source.key_row), source.geometry.label());
     plan_ = std::make_shared<const Plan>(std::move(plan));
   }
@@ -559,7 +569,7 @@ void Pull::ask_for_stream() {
   wire::put_target(request, ask_.target);
   wire::put_select(request, select_);
   if (request.body_bytes() > wire::max_request_bytes)
-    throw Error(Kind::invalid_argument, sentence("the ", select_.units.size(), " runs of blocks of one pull are too many for a request over a socket: pull them in several calls"));
+    throw Error(Kind::invalid_argument, sentence("the ", select_.by_spans ? select_.spans.size() : select_.units.size(), select_.by_spans ? " spans" : " runs of blocks", " of one pull are too many for a request over a socket: pull them in several calls"));
   begin_request(std::move(request), Phase::stream);
 }
 
@@ -729,11 +739,11 @@ bool Pull::may_be_held() {
 }
 
 void Pull::given_up() noexcept {
-  for (const auto& cache : ask_.destination.caches) cache->held.fetch_add(1);
+  for (const auto& cache : ask_.destination.caches) engine_.held_of(*cache).fetch_add(1);
 }
 
 void Pull::let_go() noexcept {
-  for (const auto& cache : ask_.destination.caches) cache->held.fetch_sub(1);
+  for (const auto& cache : ask_.destination.caches) engine_.held_of(*cache).fetch_sub(1);
 }
 
 void Pull::ended() noexcept {

@@ -135,5 +135,7 @@ class PreparedPull {
 
 // The local cache as a destination. Throws Error(not_found).
 Destination destination_cache(Engine& engine, std::uint64_t cache_id);
+// This process's own memory, where the spans of `moves` say. Throws Error(invalid_argument) for moves of another form.
+Destination destination_memory(const std::shared_ptr<const Moves>& moves);
 
 }  // namespace kvferry

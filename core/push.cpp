@@ -33,8 +33,11 @@ Need Push::converse(const Target& target, const TensorRange& source, const Tenso
   if (!asked_) {
     if (!request_set()) {
       engine_.check_readable(*ask_.source);
-      if (!engine_.guards.alive(ask_.source->guard)) throw Error(Kind::not_found, subject() + " does not exist any more");
-      if (guard_.number == 0) guard_ = engine_.guards.open();
+      if (!of_memory() && !engine_.guards.alive(ask_.source->guard)) throw Error(Kind::not_found, subject() + " does not exist any more");
+      if (guard_.number == 0) {
+        guard_ = engine_.guards.open();
+        if (of_memory()) link_->offer(number(), {ask_.source, guard_});
+      }
     }
     if (!take_lane(LaneUse::push)) return Need::lane;
     wire::Writer request(wire::Type::push, number());
@@ -42,12 +45,12 @@ Need Push::converse(const Target& target, const TensorRange& source, const Tenso
     request.put(static_cast<std::uint8_t>(ask_.transports & engine_.options.transports));
     wire::put_target(request, target);
     request.put(static_cast<std::uint8_t>(ask_.source->file_backed.load()));
-    wire::put_guards(request, {ask_.source->guard, guard_});
+    wire::put_guards(request, of_memory() ? std::vector<Guard>{guard_} : std::vector<Guard>{ask_.source->guard, guard_});
     wire::put_geometry(request, ask_.source->geometry);
     wire::put_moves(request, *ask_.moves, source, destination);
     request.put(static_cast<std::uint32_t>(check_too_.size())).raw(check_too_.data(), check_too_.size() * sizeof(std::uint64_t));
     if (request.body_bytes() > wire::max_request_bytes)
-      throw Error(Kind::invalid_argument, "the block lists of one push are too long; push them in several calls");
+      throw Error(Kind::invalid_argument, "the lists of blocks or spans of one push are too long; push them in several calls");
     set_request(request.take());
     asked_ = true;
     in_.emplace(wire::max_control_bytes);
@@ -114,6 +117,7 @@ void Push::give_up(Outcome why) {
 // Nothing is read on its behalf any more when this returns, unless the kernel holds that copy, from a file: then it is out of
 // order, the lane that it goes to is closed, and the cache's own guard says Busy.
 void Push::end_guard() noexcept {
+  if (of_memory()) link_->withdraw(number());
   engine_.guards.end(guard_, ask_.source->file_backed.load() ? 0 : GuardTable::patience_ms_normally);
 }
 

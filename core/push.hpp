@@ -31,6 +31,7 @@ class Push : public Operation {
   Need converse(const Target& target, const TensorRange& source, const TensorRange& destination);
   bool before_request() override;
   void end_guard() noexcept;
+  bool of_memory() const noexcept { return ask_.source->geometry.layout == Layout::memory; }
   [[noreturn]] void give_up(Outcome why);  // the receiver may still be writing, unless it is known to be dead
 
   PushAsk ask_;

@@ -88,6 +88,7 @@ std::string Target::label() const {
     case By::name: return sentence("name '", shown(name), "'");
     case By::window: return sentence("window ", hex_of(name));
     case By::addresses: return sentence(addresses.size(), " addresses");
+    case By::push: return sentence("the source of push ", id);
     default: return sentence("cache ", id);
   }
 }
@@ -101,6 +102,15 @@ Geometry Target::composed(const Geometry& other, std::uint64_t units) const {
   for (const auto address : addresses) geometry.tensors.push_back({address, 0, 0});
   geometry.check();
   return geometry;
+}
+
+std::shared_ptr<Cache> memory_of_process(std::shared_ptr<const Moves> moves) {
+  if (moves->form != Moves::Form::spans)
+    throw Error(Kind::invalid_argument, "MEMORY has no blocks and no rows: say with spans what is moved");
+  auto memory = std::make_shared<Cache>();
+  memory->geometry = Geometry::of_memory();
+  memory->memory_moves = std::move(moves);
+  return memory;
 }
 
 Registry::~Registry() { close(); }
@@ -452,7 +462,7 @@ Resolved Registry::resolve(const Target& target, Access access) const {
     if (named == names_.end()) not_found(target);
     id = named->second;
   } else if (target.by != Target::By::id) {
-    throw Error(Kind::invalid_argument, sentence(target.label(), " do not name a cache"));
+    throw Error(Kind::invalid_argument, sentence(target.label(), " cannot be named here: give a cache by name, id or key, or a window"));
   }
   const auto found = caches_.find(id);
   if (found == caches_.end()) not_found(target);

@@ -35,9 +35,9 @@ struct Key {
 };
 
 struct Target {  // what a pull or push names on the far side
-  enum class By : std::uint8_t { id = 0, name = 1, request = 2, prefix = 3, blocks_key = 4, window = 5, addresses = 6 };
+  enum class By : std::uint8_t { id = 0, name = 1, request = 2, prefix = 3, blocks_key = 4, window = 5, addresses = 6, push = 7 };
   By by = By::id;
-  std::uint64_t id = 0;  // cache id, request id, prefix id
+  std::uint64_t id = 0;  // cache id, request id, prefix id; the number of a push from the asked side's own memory
   std::uint64_t model = 0;
   std::string name;                     // name, or a window's name (bytes)
   std::vector<std::uint64_t> addresses;  // push only
@@ -61,6 +61,7 @@ struct Cache {
   KeyUse key_use = KeyUse::by_key;
   bool reachable = true;  // false: peers reach it through windows only
   std::vector<Place> places;  // allocated caches: what to give back
+  std::shared_ptr<const Moves> memory_moves;  // Layout::memory: what will be read or written of it
   // Whether the whole range was found mapped with the needed right, once, at first use (range_mapped).
   std::atomic<bool> readable{false}, writable{false};
   // A mapping of a file: a fault there takes as long as its disk wants, with the copy in the kernel's hands. Never copied
@@ -68,6 +69,9 @@ struct Cache {
   std::atomic<bool> file_backed{false};
   std::atomic<unsigned> held{0};  // operations given up while the kernel still held their copy into it
 };
+
+// The memory of this process as one operation uses it: the spans of `moves` alone, on the side that is needed. Registered nowhere.
+std::shared_ptr<Cache> memory_of_process(std::shared_ptr<const Moves> moves);
 
 struct Window {
   std::string name;

@@ -37,6 +37,13 @@ class Send : public Operation {
 
   std::string subject() const override { return resolved_.cache->geometry.label(); }
   bool may_be_held() override { return resolved_.cache->file_backed.load(); }
+  // A cache's own guard says that it is held; memory without one is counted.
+  void given_up() noexcept override {
+    if (resolved_.cache->memory_moves) engine_.memory_held.fetch_add(1);
+  }
+  void let_go() noexcept override {
+    if (resolved_.cache->memory_moves) engine_.memory_held.fetch_sub(1);
+  }
   std::uint64_t total() const noexcept { return plan_.total(); }
 
  protected:
@@ -414,16 +421,29 @@ void ServerLane::on_consume(const Frame& frame) {
   answer_ended(frame.header.operation, {});
 }
 
+Resolved ServerLane::offered(const Target& target) const {
+  auto offer = link_->offered(target.id);
+  if (!offer) throw Error(Kind::not_found, target.label() + " does not exist (any more)");
+  Resolved resolved;
+  resolved.cache = std::move(offer->memory);
+  resolved.guards = {offer->guard};
+  return resolved;
+}
+
 void ServerLane::on_pull(const Frame& frame) {
   wire::Reader in(frame.body);
   const auto left_ms = in.get<std::uint32_t>();
   auto guards = wire::get_guards(in);
   const auto target = wire::get_target(in);
   const auto select = wire::get_select(in);
-  auto resolved = engine_.registry.resolve(target, Access::read);
+  auto resolved = target.by == Target::By::push ? offered(target) : engine_.registry.resolve(target, Access::read);
   engine_.check_readable(*resolved.cache);
-  auto plan = make_source_plan(resolved.cache->geometry, select, resolved.key_row);
-  if (resolved.window) {
+  // A push of this process's memory is asked for by its number alone: what it gives away is what its own caller said.
+  const auto& memory_moves = resolved.cache->memory_moves;
+  auto plan = make_source_plan(resolved.cache->geometry, memory_moves ? select_spans(*memory_moves) : select, resolved.key_row);
+  if (resolved.window && select.by_spans) {
+    check_inside(resolved.window->units, select.spans, resolved.cache->geometry);
+  } else if (resolved.window) {
     const auto row = select.row >= 0 ? select.row : resolved.key_row;
     const auto count = static_cast<std::uint32_t>(resolved.cache->geometry.count);
     const auto units = select.whole_count > 0 ? std::vector<UnitRun>{{0, count}}
@@ -448,19 +468,24 @@ void ServerLane::on_push(const Frame& frame) {
   auto source = std::make_shared<Source>();
   source->file_backed = in.get<std::uint8_t>() != 0;
   source->guards = wire::get_guards(in);
-  source->geometry = wire::get_geometry(in);
+  source->geometry = wire::get_push_source(in);
   ask.moves = wire::get_moves(in);
   std::vector<std::uint64_t> check_too(in.count(sizeof(std::uint64_t)));
   in.raw(check_too.data(), check_too.size() * sizeof(std::uint64_t));
-  ask.target.by = Target::By::id;
-  ask.target.id = source->geometry.cache_id;
+  const bool of_memory = source->geometry.layout == Layout::memory;
+  ask.target.by = of_memory ? Target::By::push : Target::By::id;
+  ask.target.id = of_memory ? frame.header.operation : source->geometry.cache_id;
   ask.mover_owns_destination = false;
   ask.keep = false;
+  if (target.by == Target::By::addresses && ask.moves->form == Moves::Form::spans)
+    throw Error(Kind::invalid_argument, "a push by addresses says by them where everything goes: spans go into a cache or a window");
   if (target.by == Target::By::addresses) {
     ask.destination = destination_addresses(engine_, target, *source, *ask.moves, check_too);
   } else {
     auto resolved = engine_.registry.resolve(target, Access::write);
-    if (resolved.window) {
+    if (resolved.window && ask.moves->form == Moves::Form::spans) {
+      check_inside(resolved.window->units, destination_spans(*ask.moves), resolved.cache->geometry);
+    } else if (resolved.window) {
       const auto& moves = *ask.moves;
       const auto units = moves.form == Moves::Form::blocks || moves.form == Moves::Form::row_to_blocks
                              ? moves.destination

@@ -27,6 +27,7 @@ class ServerLane : public Watcher, public std::enable_shared_from_this<ServerLan
   void handle(Frame& frame);
   void on_resolve(const Frame& frame);
   void on_pull(const Frame& frame);
+  Resolved offered(const Target& target) const;  // what a push of this process's memory has to give
   void on_push(const Frame& frame);
   void on_consume(const Frame& frame);
   void on_fetch_segment(const Frame& frame);

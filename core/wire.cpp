@@ -25,6 +25,52 @@ std::uint64_t end_of(const std::vector<UnitRun>& runs) {
   return end;
 }
 
+Geometry get_geometry(Reader& in, Layout last) {
+  Geometry geometry;
+  geometry.cache_id = in.get<std::uint64_t>();
+  geometry.name = in.text();
+  geometry.layout = checked<Layout>(in.get<std::uint8_t>(), static_cast<std::uint8_t>(last), "layout");
+  geometry.kind = in.text();
+  geometry.unit_bytes = in.get<std::uint64_t>();
+  geometry.stride_bytes = in.get<std::uint64_t>();
+  geometry.count = in.get<std::uint64_t>();
+  geometry.tensors.resize(in.count(20));
+  for (auto& tensor : geometry.tensors) {
+    tensor.address = in.get<std::uint64_t>();
+    tensor.segment = in.get<std::uint32_t>();
+    tensor.offset = in.get<std::uint64_t>();
+  }
+  try {
+    geometry.check();
+  } catch (const Error& error) {
+    throw WireError(error.what());
+  }
+  return geometry;
+}
+
+// Lists of u64s, which a Run and a ByteSpan are as they lie in memory.
+template <class T>
+void put_list(Writer& out, const std::vector<T>& list) {
+  out.put(static_cast<std::uint32_t>(list.size())).raw(list.data(), list.size() * sizeof(T));
+}
+
+template <class T>
+std::vector<T> get_list(Reader& in) {
+  std::vector<T> list(in.count(sizeof(T)));
+  in.raw(list.data(), list.size() * sizeof(T));
+  return list;
+}
+static_assert(sizeof(Run) == 24 && sizeof(ByteSpan) == 16);
+
+void check_spans(const std::vector<Run>& spans) {
+  std::uint64_t total = 0;
+  for (const auto& run : spans) {
+    if (run.bytes == 0 || !countable(run)) throw WireError("a span is out of bounds");
+    total += run.bytes;
+    if (total >> 63 != 0) throw WireError("spans of more bytes than can be counted");
+  }
+}
+
 }  // namespace
 
 void put_guards(Writer& out, const std::vector<Guard>& guards) {
@@ -64,7 +110,7 @@ void put_target(Writer& out, const Target& target) {
 
 Target get_target(Reader& in) {
   Target target;
-  target.by = checked<Target::By>(in.get<std::uint8_t>(), static_cast<std::uint8_t>(Target::By::addresses), "target");
+  target.by = checked<Target::By>(in.get<std::uint8_t>(), static_cast<std::uint8_t>(Target::By::push), "target");
   target.id = in.get<std::uint64_t>();
   target.model = in.get<std::uint64_t>();
   target.name = in.text();
@@ -80,33 +126,16 @@ void put_geometry(Writer& out, const Geometry& geometry) {
   for (const auto& tensor : geometry.tensors) out.put(tensor.address).put(tensor.segment).put(tensor.offset);
 }
 
-Geometry get_geometry(Reader& in) {
-  Geometry geometry;
-  geometry.cache_id = in.get<std::uint64_t>();
-  geometry.name = in.text();
-  geometry.layout = checked<Layout>(in.get<std::uint8_t>(), static_cast<std::uint8_t>(Layout::mixed), "layout");
-  geometry.kind = in.text();
-  geometry.unit_bytes = in.get<std::uint64_t>();
-  geometry.stride_bytes = in.get<std::uint64_t>();
-  geometry.count = in.get<std::uint64_t>();
-  geometry.tensors.resize(in.count(20));
-  for (auto& tensor : geometry.tensors) {
-    tensor.address = in.get<std::uint64_t>();
-    tensor.segment = in.get<std::uint32_t>();
-    tensor.offset = in.get<std::uint64_t>();
-  }
-  try {
-    geometry.check();
-  } catch (const Error& error) {
-    throw WireError(error.what());
-  }
-  return geometry;
-}
+Geometry get_geometry(Reader& in) { return get_geometry(in, Layout::mixed); }
+
+Geometry get_push_source(Reader& in) { return get_geometry(in, Layout::memory); }
 
 void put_select(Writer& out, const SourceSelect& select) {
   out.put(select.tensor_first).put(select.tensor_count).put(static_cast<std::uint8_t>(select.all_tensors));
   out.put(select.unit_bytes).put(select.row).put(select.row_bytes).put(select.whole_count);
   put_runs(out, select.units);
+  out.put(static_cast<std::uint8_t>(select.by_spans));
+  put_list(out, select.spans);
 }
 
 SourceSelect get_select(Reader& in) {
@@ -119,6 +148,11 @@ SourceSelect get_select(Reader& in) {
   select.row_bytes = in.get<std::uint64_t>();
   select.whole_count = in.get<std::uint64_t>();
   select.units = get_runs(in);
+  select.by_spans = in.get<std::uint8_t>() != 0;
+  select.spans = get_list<ByteSpan>(in);
+  for (const auto& span : select.spans)
+    if (span.bytes == 0 || !countable({span.offset, 0, span.bytes})) throw WireError("a span is out of bounds");
+  if (!select.by_spans && !select.spans.empty()) throw WireError("spans beside another form");
   return select;
 }
 
@@ -133,11 +167,12 @@ void put_moves(Writer& out, const Moves& moves, const TensorRange& source, const
   out.put(moves.source_row).put(moves.destination_row).put(moves.size_bytes).put(moves.last_listed);
   put_runs(out, moves.source);
   put_runs(out, moves.destination);
+  put_list(out, moves.spans);
 }
 
 std::shared_ptr<const Moves> get_moves(Reader& in) {
   auto moves = std::make_shared<Moves>();
-  moves->form = checked<Moves::Form>(in.get<std::uint8_t>(), static_cast<std::uint8_t>(Moves::Form::row_to_blocks), "form");
+  moves->form = checked<Moves::Form>(in.get<std::uint8_t>(), static_cast<std::uint8_t>(Moves::Form::spans), "form");
   moves->source_tensors = get_range(in);
   moves->destination_tensors = get_range(in);
   moves->source_row = in.get<std::int64_t>();
@@ -146,11 +181,16 @@ std::shared_ptr<const Moves> get_moves(Reader& in) {
   moves->last_listed = in.get<std::uint32_t>();
   moves->source = get_runs(in);
   moves->destination = get_runs(in);
+  moves->spans = get_list<Run>(in);
+  check_spans(moves->spans);
+  const bool by_spans = moves->form == Moves::Form::spans;
+  if (by_spans ? !moves->source.empty() || !moves->destination.empty() : !moves->spans.empty()) throw WireError("lists of two forms");
   if (moves->form == Moves::Form::blocks) {
     if (moves->source.size() != moves->destination.size()) throw WireError("block lists differ in length");
     for (std::size_t i = 0; i < moves->source.size(); ++i)
       if (moves->source[i].count != moves->destination[i].count) throw WireError("block runs differ in length");
   }
+  if (by_spans) moves->units = moves->spans.size();
   for (const auto& run : moves->destination) moves->units += run.count;
   moves->source_end = end_of(moves->source);
   moves->destination_end = end_of(moves->destination);

@@ -19,7 +19,7 @@ namespace kvferry::wire {
 
 static_assert(std::endian::native == std::endian::little, "the wire format is written for little-endian machines");
 
-inline constexpr std::uint16_t version = 1;
+inline constexpr std::uint16_t version = 2;
 inline constexpr std::size_t max_piece_bytes = 1 << 20;
 inline constexpr std::size_t max_hello_bytes = 4096;
 inline constexpr std::size_t max_control_bytes = 64 << 10;
@@ -134,7 +134,8 @@ std::vector<UnitRun> get_runs(Reader&);
 void put_target(Writer&, const Target&);
 Target get_target(Reader&);
 void put_geometry(Writer&, const Geometry&);
-Geometry get_geometry(Reader&);  // checked: Geometry::check() holds
+Geometry get_geometry(Reader&);  // checked: Geometry::check() holds, and it is a cache's
+Geometry get_push_source(Reader&);  // the same, or the memory of the process that pushes
 void put_select(Writer&, const SourceSelect&);
 SourceSelect get_select(Reader&);
 void put_moves(Writer&, const Moves&);

@@ -21,6 +21,7 @@ RESOLVE, GEOMETRY, PULL, PIECE, ENDED, PUSH = 32, 33, 34, 35, 36, 37
 HEADER = struct.Struct("<IHHQQ")
 SOCKET_ONLY = 4
 OK = struct.pack("<HBBH", 0, 1, 1, 0)
+NO_SPANS = bytes(5)
 
 
 class Connection:
@@ -69,7 +70,7 @@ def by_name(name: bytes) -> bytes:
 def link(address: str, secret: bytes) -> tuple[Connection, bytes]:
     """The control connection and the link's token. Another host's boot id is said, so there is no local step."""
     control = Connection(address)
-    hello = b"KVFERRY1" + struct.pack("<HQ", 1, 5) + os.urandom(16) + bytes(16) + os.urandom(32) + b"\1" + text(b"")
+    hello = b"KVFERRY1" + struct.pack("<HQ", 2, 5) + os.urandom(16) + bytes(16) + os.urandom(32) + b"\1" + text(b"")
     control.send(HELLO, hello)
     challenge = control.receive(CHALLENGE)
     unproved, proof = challenge[:-32], challenge[-32:]
@@ -104,7 +105,7 @@ def test_a_peer_written_from_the_page_pulls_and_pushes(node: kvferry.Node) -> No
     assert described[:22] == struct.pack("<Q", 1) + text(b"kv") + b"\1" + text(b"host") + b"\x0a\0\0"
     assert len(described) == 19 + 3 * 8 + 4 + 20
 
-    select = struct.pack("<IIBQqQQ", 0, 1, 1, 10, 0, 0, 0) + runs((1, 2))
+    select = struct.pack("<IIBQqQQ", 0, 1, 1, 10, 0, 0, 0) + runs((1, 2)) + NO_SPANS
     mine.send(PULL, struct.pack("<II", 1000, 0) + by_name(b"kv") + select, operation=10)
     assert mine.receive(PIECE, operation=10) == bytes(range(10, 30))
     assert mine.receive(ENDED, operation=10)[2:] == b"\0\1" + text(b"") + struct.pack("<QB", 20, 4)
@@ -112,19 +113,54 @@ def test_a_peer_written_from_the_page_pulls_and_pushes(node: kvferry.Node) -> No
     everything = struct.pack("<Iq", 0, -1)
     source = struct.pack("<Q", 1) + text(b"far") + b"\1" + text(b"host") + struct.pack("<QQQI", 10, 10, 4, 1)
     source += struct.pack("<QIQ", 4096, 0, 0)
-    moves = b"\2" + everything * 2 + struct.pack("<qIqI", 0, 0, -1, 6) + runs((3, 1)) + runs((6, 1)) + bytes(4)
+    moves = (
+        b"\2" + everything * 2 + struct.pack("<qIqI", 0, 0, -1, 6) + runs((3, 1)) + runs((6, 1)) + bytes(4) + bytes(4)
+    )
     guard = struct.pack("<IIQ", 1, 17, 21)
     mine.send(
         PUSH, struct.pack("<IB", 1000, SOCKET_ONLY) + by_name(b"kv") + b"\0" + guard + source + moves, operation=11
     )
     number, asked = theirs.receive_request(PULL)
     assert asked[4:] == guard + struct.pack("<BQQ", 0, 1, 0) + text(b"") + bytes(4) + (
-        struct.pack("<IIBQqQQ", 0, 1, 0, 10, 0, 0, 0) + runs((3, 1))
+        struct.pack("<IIBQqQQ", 0, 1, 0, 10, 0, 0, 0) + runs((3, 1)) + NO_SPANS
     )
     theirs.send(PIECE, b"ten bytes!", operation=number)
     theirs.send(ENDED, OK + struct.pack("<QB", 10, 4), operation=number)
     assert mine.receive(ENDED, operation=11)[-9:] == struct.pack("<QB", 10, 4)
     assert node.caches[0].numpy(0)[6].tobytes() == b"ten bytes!"
+    for connection in (mine, theirs, control):
+        connection.close()
+
+
+def test_a_peer_written_from_the_page_moves_spans(node: kvferry.Node) -> None:
+    control, token = link(node.address, SECRET)
+    mine, theirs = Connection(node.address), Connection(node.address)
+    mine.send(LANE, token + b"\0\0")
+    theirs.send(LANE, token + b"\1\1")
+
+    select = struct.pack("<IIBQqQQ", 0, 1, 0, 0, 0, 0, 0) + runs() + struct.pack("<BIQQQQ", 1, 2, 77, 3, 5, 2)
+    mine.send(PULL, struct.pack("<II", 1000, 0) + by_name(b"kv") + select, operation=10)
+    assert mine.receive(PIECE, operation=10) == bytes([77, 78, 79, 5, 6])
+    mine.receive(ENDED, operation=10)
+
+    memory = (
+        struct.pack("<Q", 0) + text(b"") + b"\3" + text(b"host") + struct.pack("<QQQI", 1, 1, 2**63 - 1, 1) + bytes(20)
+    )
+    moves = b"\4" + struct.pack("<Iq", 0, -1) * 2 + struct.pack("<qIqI", 0, 0, -1, 0) + runs() + runs()
+    moves += struct.pack("<I6Q", 2, 1 << 46, 78, 2, 4096, 33, 3) + bytes(4)
+    guard = struct.pack("<IIQ", 1, 17, 21)
+    mine.send(
+        PUSH, struct.pack("<IB", 1000, SOCKET_ONLY) + by_name(b"kv") + b"\0" + guard + memory + moves, operation=11
+    )
+    number, asked = theirs.receive_request(PULL)
+    assert asked[4:] == guard + struct.pack("<BQQ", 7, 11, 0) + text(b"") + bytes(4) + bytes(
+        struct.calcsize("<IIBQqQQ") + 4 + 5
+    )
+    theirs.send(PIECE, b"five!", operation=number)
+    theirs.send(ENDED, OK + struct.pack("<QB", 5, 4), operation=number)
+    assert mine.receive(ENDED, operation=11)[-9:] == struct.pack("<QB", 5, 4)
+    kv = node.caches[0].numpy(0).reshape(-1)
+    assert kv[78:].tobytes() == b"fi" and kv[32:37].tobytes() == b"\x20ve!\x24"
     for connection in (mine, theirs, control):
         connection.close()
 

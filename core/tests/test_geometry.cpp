@@ -258,6 +258,94 @@ static void a_cursor_cuts_a_plan_into_pieces_without_loss() {
   }
 }
 
+static std::shared_ptr<const Moves> spans(const std::vector<std::uint64_t>& listed) { return Moves::make_spans(listed.data(), listed.size() / 3); }
+
+static void spans_are_of_one_contiguous_tensor_on_each_side() {
+  const Geometry a = cache(1, Layout::blocks, 100, 10, 1), b = cache(2, Layout::rows, 30, 10, 1);
+  const auto plan = make_plan(a, b, *spans({990, 0, 10, 5, 10, 1, 6, 11, 4, 10, 15, 1, 0, 299, 1}), -1, true);
+  CHECK(plan.tensors == 1 && plan.total() == 17);
+  CHECK(same(plan.runs, {{990, 0, 10}, {5, 10, 6}, {0, 299, 1}}));  // neighbours are one run
+  CHECK(make_plan(a, b, *spans({}), -1, true).total() == 0);
+  const auto fails = [&](const char* words, const Geometry& from, const Geometry& to, const std::vector<std::uint64_t>& listed) {
+    CHECK_FAILS(Kind::invalid_argument, words, make_plan(from, to, *spans(listed), -1, true));
+  };
+  fails("span 1 of source cache 1 'kv', 10 bytes from byte 991 on, does not lie inside its 1000 bytes", a, b, {0, 0, 1, 991, 0, 10});
+  fails("span 0 of destination cache 2 'kv'", a, b, {0, 300, 1});
+  fails("span 0 of destination", a, b, {0, std::uint64_t{1} << 62, 1});
+  fails("source cache 1 'kv' has 2 tensors", cache(1, Layout::blocks, 100, 10), b, {0, 0, 1});
+  fails("destination cache 2 'kv' has gaps", a, cache(2, Layout::blocks, 30, 10, 1, 40), {0, 0, 1});
+}
+
+static void the_memory_of_a_process_is_moved_by_spans_alone() {
+  const Geometry memory = Geometry::of_memory(), a = cache(1, Layout::mixed, 100, 10, 1);
+  memory.check();
+  CHECK(!memory.mappable() && memory.label() == "MEMORY");
+  CHECK(same(make_plan(memory, a, *spans({0x7fff'0000'0000, 7, 5}), -1, false).runs, {{0x7fff'0000'0000, 7, 5}}));
+  CHECK(same(make_plan(a, memory, *spans({7, 0x7fff'0000'0000, 5}), -1, true).runs, {{7, 0x7fff'0000'0000, 5}}));
+  for (const auto& moves : {Moves::make_whole({}, {}), Moves::make_row(0, 0, -1, {}, {}), blocks({0}, {0}), spread(0, {0})}) {
+    CHECK_FAILS(Kind::invalid_argument, "source MEMORY has no blocks and no rows", make_plan(memory, a, *moves, -1, false));
+    CHECK_FAILS(Kind::invalid_argument, "destination MEMORY has no", make_plan(a, memory, *moves, -1, true));
+    CHECK_FAILS(Kind::invalid_argument, "destination MEMORY has no", make_destination_plan(memory, *moves));
+  }
+  const auto changed = [](const std::function<void(Geometry&)>& change) {
+    Geometry other = Geometry::of_memory();
+    change(other);
+    CHECK_FAILS(Kind::invalid_argument, "neither", other.check());
+  };
+  changed([](Geometry& g) { g.cache_id = 1; });
+  changed([](Geometry& g) { g.unit_bytes = 2; });
+  changed([](Geometry& g) { g.count = 5; });
+  changed([](Geometry& g) { g.tensors.push_back({}); });
+  changed([](Geometry& g) { g.tensors[0].address = 8; });
+  changed([](Geometry& g) { g.tensors[0].segment = 1; });
+}
+
+// What the puller asks for and what the owner sends are the same bytes in the same order, whatever is listed.
+static void the_two_sides_of_a_stream_of_spans_meet() {
+  const Geometry a = cache(1, Layout::blocks, 100, 10, 1), b = cache(2, Layout::blocks, 10, 100, 1);
+  std::mt19937 random(9);
+  for (int round = 0; round < 300; ++round) {
+    std::vector<std::uint64_t> listed;
+    for (unsigned n = random() % 20; n > 0; --n) {
+      const std::uint64_t bytes = random() % 50 + 1;
+      listed.insert(listed.end(), {random() % (1000 - bytes), random() % (1000 - bytes), bytes});
+      if (random() % 3 == 0) listed.insert(listed.end(), {listed[listed.size() - 3] + bytes, listed[listed.size() - 2] + bytes, 1});
+    }
+    const auto moves = spans(listed);
+    if (testing::kind_of([&] { make_plan(a, b, *moves, -1, true); }) != Kind::ok) continue;
+    const auto one_sided = make_plan(a, b, *moves, -1, true);
+    const auto here = make_destination_plan(b, *moves);
+    const auto there = make_source_plan(a, here.select, -1);
+    CHECK(here.plan.total() == one_sided.total() && there.total() == one_sided.total());
+    const auto bytes_of = [](const Plan& plan) {
+      std::vector<std::pair<std::uint64_t, std::uint64_t>> bytes;
+      for (const Run& run : plan.runs)
+        for (std::uint64_t i = 0; i < run.bytes; ++i) bytes.emplace_back(run.source + i, run.destination + i);
+      return bytes;
+    };
+    const auto direct = bytes_of(one_sided), sent = bytes_of(there), received = bytes_of(here.plan);
+    for (std::size_t i = 0; i < direct.size(); ++i)
+      CHECK(sent[i].second == i && received[i].first == i && sent[i].first == direct[i].first && received[i].second == direct[i].second);
+  }
+}
+
+static void an_owner_checks_the_spans_it_is_asked_for() {
+  const Geometry a = cache(1, Layout::blocks, 100, 10, 1);
+  SourceSelect select;
+  select.tensor_count = 1, select.by_spans = true;
+  const auto fails = [&](const char* words, const Geometry& geometry, std::vector<ByteSpan> asked) {
+    select.spans = std::move(asked);
+    CHECK_FAILS(Kind::invalid_argument, words, make_source_plan(geometry, select, -1));
+  };
+  fails("span 1 of source", a, {{0, 1}, {999, 2}});
+  fails("span 0 of source", a, {{~std::uint64_t{0}, 2}});
+  fails("span 0 of source", a, {{2, ~std::uint64_t{0}}});
+  fails("gaps", cache(1, Layout::blocks, 100, 10, 1, 128), {{0, 1}});
+  fails("2 tensors", cache(1, Layout::blocks, 100, 10, 2), {{0, 1}});
+  select.tensor_first = 1;
+  fails("1 tensors", a, {{0, 1}});
+}
+
 int main() {
   a_geometry_is_checked_for_what_cannot_be();
   a_cache_is_mappable_when_all_its_tensors_lie_in_segments();
@@ -270,5 +358,9 @@ int main() {
   the_two_sides_of_a_stream_meet();
   an_owner_checks_what_it_is_asked_for();
   a_cursor_cuts_a_plan_into_pieces_without_loss();
+  spans_are_of_one_contiguous_tensor_on_each_side();
+  the_memory_of_a_process_is_moved_by_spans_alone();
+  the_two_sides_of_a_stream_of_spans_meet();
+  an_owner_checks_the_spans_it_is_asked_for();
   return TEST_RESULT();
 }

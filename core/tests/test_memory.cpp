@@ -14,7 +14,6 @@
 using namespace kvferry;
 
 constexpr std::size_t page = 4096;
-static std::uint64_t at(const void* memory) { return reinterpret_cast<std::uint64_t>(memory); }
 
 static void a_segment_can_be_written_by_its_owner_alone() {
   Segment segment(3, 100);
@@ -110,41 +109,6 @@ static void any_order_of_allocating_and_releasing_works() {
   CHECK(pool.used_bytes() == 0 && pool.segments().empty());
 }
 
-static void a_range_may_span_mappings_and_a_hole_is_found() {
-  auto* memory = static_cast<char*>(mmap(nullptr, 4 * page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
-  CHECK(mprotect(memory + page, page, PROT_READ) == 0);  // now three mappings
-  const Mapped all = range_mapped(at(memory), 4 * page, false);
-  CHECK(all.ok && !all.file_backed);
-  const Mapped write = range_mapped(at(memory) + 10, 4 * page - 10, true);
-  CHECK(!write.ok && write.hole == at(memory) + page);
-  munmap(memory + 2 * page, page);
-  const Mapped hole = range_mapped(at(memory), 4 * page, false);
-  CHECK(!hole.ok && hole.hole == at(memory) + 2 * page);
-  CHECK(range_mapped(at(memory), 2 * page, false).ok);
-  CHECK(!range_mapped(8, 1, false).ok);
-  CHECK(!range_mapped(~std::uint64_t{0} - 5, 100, false).ok);
-  munmap(memory, 4 * page);
-}
-
-static void only_named_files_count_as_file_backed() {
-  const Segment segment(1, page);
-  CHECK(range_mapped(at(segment.data()), page, true).ok && !range_mapped(at(segment.data()), page, true).file_backed);
-  void* shared = mmap(nullptr, page, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
-  CHECK(range_mapped(at(shared), page, true).ok && !range_mapped(at(shared), page, true).file_backed);
-  munmap(shared, page);
-  int on_the_stack = 0;
-  CHECK(range_mapped(at(&on_the_stack), sizeof on_the_stack, true).ok);
-  char path[] = "/tmp/kvferry test XXXXXX";  // with blanks, as paths may have
-  const int fd = mkstemp(path);
-  CHECK(ftruncate(fd, page) == 0);
-  void* file = mmap(nullptr, page, PROT_READ, MAP_PRIVATE, fd, 0);
-  unlink(path);
-  const Mapped mapped = range_mapped(at(file), page, false);
-  CHECK(mapped.ok && mapped.file_backed);
-  munmap(file, page);
-  close(fd);
-}
-
 static void an_identity_word_is_not_inherited() {
   const IdentityWord word, other;
   CHECK(word.value() != 0 && word.value() != other.value());
@@ -174,8 +138,6 @@ int main() {
   a_full_pool_says_what_is_left_and_keeps_nothing();
   memory_is_given_back_once_and_to_its_own_pool();
   any_order_of_allocating_and_releasing_works();
-  a_range_may_span_mappings_and_a_hole_is_found();
-  only_named_files_count_as_file_backed();
   an_identity_word_is_not_inherited();
   random_bytes_fill_all_they_are_given();
   return TEST_RESULT();

@@ -103,6 +103,66 @@ static void window_membership_is_by_unit() {
   CHECK_FAILS(Kind::not_found, "block 0", check_inside({}, {{0, 1}}, "cache 3"));
 }
 
+static void spans_are_checked_when_they_are_made() {
+  using Listed = std::vector<std::uint64_t>;
+  const auto made = [](const Listed& listed) { return Moves::make_spans(listed.data(), listed.size() / 3); };
+  constexpr std::uint64_t top = std::uint64_t{1} << 63;
+  const auto moves = made({5, 0, 3, 8, 3, 2, 0, 100, 7});
+  CHECK(moves->form == Moves::Form::spans && moves->units == 3 && (moves->spans[1] == Run{8, 3, 2}));
+  CHECK((source_spans(*moves) == std::vector<ByteSpan>{{5, 3}, {8, 2}, {0, 7}}));
+  CHECK((destination_spans(*moves) == std::vector<ByteSpan>{{0, 3}, {3, 2}, {100, 7}}));
+  CHECK(made({})->spans.empty());
+  CHECK(made({top - 10, 0, 9})->spans.size() == 1);
+  CHECK_FAILS(Kind::invalid_argument, "span 1 has 0 bytes", made({0, 0, 1, 0, 0, 0}));
+  for (const auto& listed : {Listed{top, 0, 1}, Listed{0, top, 1}, Listed{0, 0, top}, Listed{top - 1, 0, 1}, Listed{0, top - 1, 1}, Listed{~0ull, 0, 1}})
+    CHECK_FAILS(Kind::invalid_argument, "span 0: its offsets", made(listed));
+  CHECK_FAILS(Kind::invalid_argument, "up to span 1", made({0, 0, top - 1, 0, 0, 1}));
+}
+
+static void a_span_lies_in_a_window_or_not() {
+  Geometry geometry;
+  geometry.cache_id = 3;
+  geometry.unit_bytes = geometry.stride_bytes = 10;
+  geometry.count = 20;
+  geometry.tensors = {{4096, 0, 0}};
+  const std::vector<UnitRun> window = {{8, 2}, {2, 3}, {5, 1}};  // bytes 20 to 60 and 80 to 100
+  const auto check = [&](std::vector<ByteSpan> spans) { check_inside(window, spans, geometry); };
+  check({{20, 40}, {80, 20}, {20, 1}, {59, 1}, {99, 1}});
+  CHECK_FAILS(Kind::not_found, "span 1, 41 bytes from byte 20 of cache 3 on, does not lie in the window: block 6", check({{20, 40}, {20, 41}}));
+  CHECK_FAILS(Kind::not_found, "block 1 is", check({{19, 2}}));
+  CHECK_FAILS(Kind::not_found, "block 6 is", check({{50, 40}}));
+  CHECK_FAILS(Kind::not_found, "block 10 is", check({{99, 2}}));
+  CHECK_FAILS(Kind::not_found, "block 0 is", check({{0, 1}}));
+  std::mt19937 random(8);
+  for (int round = 0; round < 20'000; ++round) {
+    const std::uint64_t offset = random() % 200, bytes = random() % (200 - offset) + 1;
+    bool inside = true;
+    for (auto at = offset; at < offset + bytes; ++at) inside &= (at >= 20 && at < 60) || (at >= 80 && at < 100);
+    CHECK((testing::kind_of([&] { check({{offset, bytes}}); }) == Kind::ok) == inside);
+  }
+  geometry.stride_bytes = 16;
+  CHECK_FAILS(Kind::invalid_argument, "gaps", check({{20, 1}}));
+}
+
+// Windows of many scattered blocks and lists of many spans go together in less than their product.
+static void many_spans_are_checked_against_big_windows_quickly() {
+  Geometry geometry;
+  geometry.unit_bytes = geometry.stride_bytes = 4096;
+  geometry.count = 20'000;
+  geometry.tensors = {{4096, 0, 0}};
+  std::vector<UnitRun> window;
+  for (std::uint32_t i = 0; i < 10'000; ++i) window.push_back({2 * i, 1});
+  std::shuffle(window.begin(), window.end(), std::mt19937(1));
+  std::mt19937 random(2);
+  std::vector<ByteSpan> spans(100'000);
+  for (auto& span : spans) span = {std::uint64_t{random() % 10'000} * 8192 + random() % 4000, random() % 96 + 1};
+  const std::int64_t start = now_ns();
+  check_inside(window, spans, geometry);
+  const auto took = now_ns() - start;
+  std::printf("100,000 spans against a window of 10,000 runs: %.1f ms\n", static_cast<double>(took) / 1e6);
+  CHECK(took < 2'000'000'000);
+}
+
 int main() {
   neighbouring_pairs_become_one_run();
   of_two_writers_of_a_block_the_last_one_stays();
@@ -111,5 +171,8 @@ int main() {
   merging_and_dropping_keep_the_meaning();
   a_million_blocks_are_quick();
   window_membership_is_by_unit();
+  spans_are_checked_when_they_are_made();
+  a_span_lies_in_a_window_or_not();
+  many_spans_are_checked_against_big_windows_quickly();
   return TEST_RESULT();
 }

@@ -422,7 +422,7 @@ static void a_target_says_what_it_is() {
   addresses.addresses = {1, 2};
   CHECK(addresses.label() == "2 addresses");
   Table table;
-  CHECK_FAILS(Kind::invalid_argument, "do not name a cache", table.registry.resolve(addresses, Access::write));
+  CHECK_FAILS(Kind::invalid_argument, "cannot be named here", table.registry.resolve(addresses, Access::write));
 }
 
 int main() {

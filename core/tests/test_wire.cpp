@@ -63,6 +63,11 @@ static SourceSelect select() {
   return made;
 }
 
+static std::shared_ptr<const Moves> spans() {
+  const std::uint64_t listed[] = {5, 1ull << 47, 3, 8, 0, 1ull << 40};
+  return Moves::make_spans(listed, 2);
+}
+
 static void a_frame_says_what_it_carries() {
   Writer out(Type::pull, 77, flag_consume);
   out.put(std::uint32_t{5}).put(Layout::blocks).text("abc");
@@ -104,7 +109,7 @@ static void what_is_put_is_what_is_got() {
   CHECK(g.tensors[1].address == 1ull << 40 && g.tensors[1].segment == 3 && g.tensors[1].offset == 65536);
   const auto s = get_select(in);
   CHECK(s.tensor_first == 3 && s.tensor_count == 7 && s.all_tensors && s.unit_bytes == 4096 && s.row == -1);
-  CHECK(s.row_bytes == 12 && s.whole_count == 8 && s.units == select().units);
+  CHECK(s.row_bytes == 12 && s.whole_count == 8 && s.units == select().units && !s.by_spans && s.spans.empty());
   const auto m = get_moves(in);
   CHECK(m->form == Moves::Form::blocks && m->source == moves()->source && m->destination == moves()->destination);
   CHECK(m->source_tensors == moves()->source_tensors && m->destination_tensors == moves()->destination_tensors);
@@ -116,10 +121,11 @@ static void what_is_put_is_what_is_got() {
 
 static void moves_of_every_form_travel() {
   const std::int64_t listed[] = {3, 4, 1};
-  for (const auto& given : {Moves::make_whole({}, {2, 1}), Moves::make_row(-1, 7, 100, {}, {}), Moves::make_row_to_blocks(2, listed, 3, {}, {}), moves()}) {
+  for (const auto& given : {Moves::make_whole({}, {2, 1}), Moves::make_row(-1, 7, 100, {}, {}), Moves::make_row_to_blocks(2, listed, 3, {}, {}), moves(), spans()}) {
     const auto body = body_of([&](Writer& out) { put_moves(out, *given); });
     Reader in(body);
     const auto got = get_moves(in);
+    CHECK(got->spans == given->spans);
     CHECK(got->form == given->form && got->source_row == given->source_row && got->destination_row == given->destination_row);
     CHECK(got->size_bytes == given->size_bytes && got->last_listed == given->last_listed && got->destination == given->destination);
     const auto again = body_of([&](Writer& out) { put_moves(out, *got); });
@@ -153,8 +159,8 @@ static void values_out_of_their_range_are_refused() {
     body[at] = value;
     return body;
   };
-  CHECK(refused(changed([](Writer& out) { put_target(out, target()); }, 0, 7), [](Reader& in) { get_target(in); }));
-  CHECK(refused(changed([](Writer& out) { put_moves(out, *moves()); }, 0, 4), [](Reader& in) { get_moves(in); }));
+  CHECK(refused(changed([](Writer& out) { put_target(out, target()); }, 0, 8), [](Reader& in) { get_target(in); }));
+  CHECK(refused(changed([](Writer& out) { put_moves(out, *moves()); }, 0, 5), [](Reader& in) { get_moves(in); }));
   CHECK(refused(changed([](Writer& out) { put_geometry(out, geometry()); }, 12, 3), [](Reader& in) { get_geometry(in); }));
   const auto geometries = [](auto change) {
     auto wrong = geometry();
@@ -185,6 +191,51 @@ static void values_out_of_their_range_are_refused() {
   CHECK(get_outcome(in).kind == Kind::internal);
 }
 
+static void spans_travel_and_are_checked() {
+  const auto select_body = [](const SourceSelect& made) { return body_of([&](Writer& out) { put_select(out, made); }); };
+  const auto good = select_spans(*spans());
+  const auto body = select_body(good);
+  Reader in(body);
+  const auto got = get_select(in);
+  CHECK(got.by_spans && got.spans == good.spans && got.tensor_count == 1 && in.left() == 0);
+  const auto selects = [&](auto change) {
+    auto wrong = good;
+    change(wrong);
+    return refused(select_body(wrong), [](Reader& reader) { get_select(reader); });
+  };
+  CHECK(!selects([](SourceSelect&) {}));
+  CHECK(selects([](SourceSelect& s) { s.spans[1].bytes = 0; }));
+  CHECK(selects([](SourceSelect& s) { s.spans[1].offset = 1ull << 63; }));
+  CHECK(selects([](SourceSelect& s) { s.spans[1] = {(1ull << 63) - 1, 1}; }));
+  CHECK(selects([](SourceSelect& s) { s.by_spans = false; }));
+  const auto lists = [&](auto change) {
+    auto wrong = *spans();
+    change(wrong);
+    return refused(body_of([&](Writer& out) { put_moves(out, wrong); }), [](Reader& reader) { get_moves(reader); });
+  };
+  CHECK(!lists([](Moves&) {}));
+  CHECK(lists([](Moves& m) { m.spans[0].bytes = 0; }));
+  CHECK(lists([](Moves& m) { m.spans[0].source = ~0ull; }));
+  CHECK(lists([](Moves& m) { m.spans[0].destination = (1ull << 63) - 2; }));
+  CHECK(lists([](Moves& m) { m.spans = {{0, 0, (1ull << 63) - 1}, {0, 0, 1}}; }));
+  CHECK(lists([](Moves& m) { m.source = m.destination = {{0, 1}}; }));
+  CHECK(lists([](Moves& m) { m.form = Moves::Form::whole; }));
+  CHECK(lists([](Moves& m) { m.form = Moves::Form::blocks; }));
+}
+
+static void only_a_push_describes_the_memory_of_a_process() {
+  const auto memory = body_of([](Writer& out) { put_geometry(out, Geometry::of_memory()); });
+  CHECK(refused(memory, [](Reader& in) { get_geometry(in); }));
+  Reader in(memory);
+  CHECK(get_push_source(in).layout == Layout::memory && in.left() == 0);
+  auto other = Geometry::of_memory();
+  other.tensors[0].segment = 1;
+  CHECK(refused(body_of([&](Writer& out) { put_geometry(out, other); }), [](Reader& reader) { get_push_source(reader); }));
+  const auto cache = body_of([](Writer& out) { put_geometry(out, geometry()); });
+  Reader caches(cache);
+  CHECK(get_push_source(caches).cache_id == 9);
+}
+
 // Whatever bytes come: a value that passes its own checks, or WireError.
 static void mutated_bodies_harm_nobody() {
   struct Codec {
@@ -205,6 +256,17 @@ static void mutated_bodies_harm_nobody() {
          const auto got = get_moves(in);
          CHECK(got->form != Moves::Form::blocks || got->source.size() == got->destination.size());
        }},
+      {body_of([](Writer& out) { put_moves(out, *spans()); }),
+       [](Reader& in) {
+         const auto got = get_moves(in);
+         for (const auto& run : got->spans) CHECK(run.bytes > 0 && countable(run));
+       }},
+      {body_of([](Writer& out) { put_select(out, select_spans(*spans())); }),
+       [](Reader& in) {
+         const auto got = get_select(in);
+         for (const auto& span : got.spans) CHECK(span.bytes > 0 && countable({span.offset, 0, span.bytes}));
+       }},
+      {body_of([](Writer& out) { put_geometry(out, Geometry::of_memory()); }), [](Reader& in) { get_push_source(in).check(); }},
       {body_of([](Writer& out) { put_outcome(out, {Kind::refused, "no", true, true}); }), [](Reader& in) { get_outcome(in); }},
   };
   std::mt19937 random(11);
@@ -229,20 +291,24 @@ static void mutated_bodies_harm_nobody() {
 }
 
 // What passed the decoders is still checked against the caches it meets: a plan never leaves its geometry.
-static void mutated_requests_make_plans_inside_their_caches() {
+static void mutated_requests_make_plans_inside_their_caches(bool of_spans) {
   Geometry mine;
   mine.layout = Layout::mixed;
   mine.unit_bytes = 64, mine.stride_bytes = 96, mine.count = 16;
   mine.tensors = {{1 << 20, 0, 0}, {1 << 21, 0, 0}};
+  if (of_spans) mine.stride_bytes = 64, mine.tensors.pop_back();
   const auto inside = [&](const Geometry& geometry, std::uint32_t first, std::uint32_t tensors, std::uint64_t at, std::uint64_t bytes) {
     CHECK(std::uint64_t{first} + tensors <= geometry.tensors.size());
     CHECK(at <= geometry.tensor_extent() && bytes <= geometry.tensor_extent() - at);
   };
   const std::int64_t from[] = {1, 2, 9}, to[] = {5, 6, 7};
-  const std::vector<std::shared_ptr<const Moves>> given = {Moves::make_whole({}, {}), Moves::make_row(3, 7, 32, {}, {}),
+  const std::uint64_t listed[] = {1, 2, 3, 1000, 4, 24, 0, 512, 512};
+  const auto by_spans = Moves::make_spans(listed, 3);
+  const std::vector<std::shared_ptr<const Moves>> given = of_spans ? std::vector{by_spans} : std::vector<std::shared_ptr<const Moves>>{Moves::make_whole({}, {}), Moves::make_row(3, 7, 32, {}, {}),
                                                            Moves::make_row_to_blocks(2, to, 1, {}, {}), Moves::make_blocks(from, 3, to, 3, {}, {})};
   SourceSelect asked;
   asked.tensor_count = 2, asked.unit_bytes = 64, asked.units = {{2, 3}, {9, 1}};
+  if (of_spans) asked = select_spans(*by_spans);
   std::mt19937 random(12);
   int plans = 0;
   for (int round = 0; round < 40'000; ++round) {
@@ -279,9 +345,12 @@ int main() {
   long_texts_are_cut_and_short_ones_refused();
   what_is_put_is_what_is_got();
   moves_of_every_form_travel();
+  spans_travel_and_are_checked();
+  only_a_push_describes_the_memory_of_a_process();
   lists_longer_than_their_frame_are_refused_before_they_are_made();
   values_out_of_their_range_are_refused();
   mutated_bodies_harm_nobody();
-  mutated_requests_make_plans_inside_their_caches();
+  mutated_requests_make_plans_inside_their_caches(false);
+  mutated_requests_make_plans_inside_their_caches(true);
   return TEST_RESULT();
 }

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvferry import _core
 from kvferry._core import Done
-from kvferry.cache import Cache
+from kvferry.cache import MEMORY, Cache, OwnMemory
 from kvferry.errors import (
     BY_KIND,
     AddressInUse,
@@ -39,6 +39,7 @@ from kvferry.transfer import Prepared, Transfer
 from kvferry.windows import Window
 
 __all__ = [
+    "MEMORY",
     "AddressInUse",
     "Addresses",
     "AlreadyExists",
@@ -63,6 +64,7 @@ __all__ = [
     "NodeStatistics",
     "NotLinked",
     "OutOfMemory",
+    "OwnMemory",
     "PeerLost",
     "PoolOptions",
     "PrefixKey",

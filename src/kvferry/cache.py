@@ -4,9 +4,10 @@ Holds the memory, gives views of it and opens windows on it. It moves nothing: t
 registering is the node's.
 """
 
+import enum
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Final, TypeVar, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
     from kvferry.node import Node
 
-__all__ = ["Cache"]
+__all__ = ["MEMORY", "Cache", "OwnMemory"]
 
 _View = TypeVar("_View")
 
@@ -141,6 +142,33 @@ class Cache(_Weak):
         if number is None or not 0 <= number < self.tensors:
             raise InvalidArgument(f"cache {self.id} has no tensor {shown(tensor)}; it has {self.tensors}, from 0 on")
         return make(self._memories[number])
+
+
+class OwnMemory(enum.Enum):
+    """The type of :data:`MEMORY`, its only value."""
+
+    MEMORY = "MEMORY"
+
+    def __repr__(self) -> str:
+        return "kvferry.MEMORY"
+
+
+MEMORY: Final = OwnMemory.MEMORY
+"""In place of this side's cache in a transfer with ``spans=``: the memory of this process, whether registered or not.
+
+Offsets of that side are addresses then. Before the first byte the spans are looked up: what is not mapped, or not with the
+right that is needed, is InvalidArgument. What was found good is not looked up again, so memory that was used like this must
+not be unmapped or made read-only while it is still given to transfers. The caller keeps it until the transfer has ended.
+"""
+
+
+def own_memory_or_id(side: object, node: "Node", spans: object) -> int | None:
+    """What :func:`own_id` gives, or None for :data:`MEMORY`, which goes with spans only."""
+    if side is not MEMORY:
+        return own_id(side, node)
+    if spans is None:
+        raise InvalidArgument("MEMORY has no blocks and no rows: say with spans= which bytes of it are moved")
+    return None
 
 
 def own_id(cache: object, node: "Node") -> int:

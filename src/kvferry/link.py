@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from kvferry import _core, moves
-from kvferry.cache import Cache, own_id
+from kvferry.cache import Cache, OwnMemory, own_id, own_memory_or_id
 from kvferry.errors import KvferryError, NodeClosed, Unsupported
 from kvferry.layers import LayerPush
-from kvferry.moves import BlockMap, Units
+from kvferry.moves import BlockMap, Spans, Units
 from kvferry.names import Addresses, FarCache, Targets, is_window, target
 from kvferry.options import checked_timeout, transport_bit, truth
 from kvferry.records import CacheDescription, LinkStatistics, record
@@ -41,6 +41,10 @@ class Link:
     ``size_bytes``         how much of a row to move, from its start; by default this side's whole row
     ``layers``             ``range`` of layers of this side's cache, and of the far side's unless that has its own
     ``tensors_per_layer``  layer L is tensors ``[L * n, (L + 1) * n)``; 2 for K and V in turns
+    ``spans``              instead of all of these: an (n, 3) array of int64 or uint64, one row for each span of bytes: source
+                           offset, destination offset, bytes. Offsets count from the start of that side's only tensor;
+                           with :data:`kvferry.MEMORY` as this side's cache they are addresses of this process. Through a
+                           window each span must lie in its blocks. Where spans overlap at the destination, any may win
     ``timeout_ms``         the operation's deadline, 0 to 2**31 - 1
     ``transport``          ``"map"``, ``"cma"`` or ``"socket"``, instead of the fastest that the link offers
     =====================  =========================================================================================
@@ -71,7 +75,7 @@ class Link:
         self,
         source: FarCache,
         *,
-        into: Cache | int,
+        into: Cache | int | OwnMemory,
         blocks: BlockMap | None = None,
         row: int | None = None,
         source_row: int | None = None,
@@ -80,6 +84,7 @@ class Link:
         layers: range | None = None,
         source_layers: range | None = None,
         tensors_per_layer: int = 2,
+        spans: Spans | None = None,
         timeout_ms: int = 1000,
         transport: str | None = None,
     ) -> _core.Done:
@@ -87,18 +92,27 @@ class Link:
         if is_window(source):
             blocks = self._beside_window(source, blocks, timeout_ms, far_first=True)
         what = moves.pull(
-            source, blocks, row, source_row, row_to_blocks, size_bytes, layers, source_layers, tensors_per_layer
+            source,
+            blocks,
+            row,
+            source_row,
+            row_to_blocks,
+            size_bytes,
+            layers,
+            source_layers,
+            tensors_per_layer,
+            spans,
         )
         by = transport_bit(transport)
         return self._core.pull(
-            self._targets.of(source), own_id(into, self._node), what, checked_timeout(timeout_ms), by
+            self._targets.of(source), own_memory_or_id(into, self._node, spans), what, checked_timeout(timeout_ms), by
         )
 
     def pull_async(
         self,
         source: FarCache,
         *,
-        into: Cache | int,
+        into: Cache | int | OwnMemory,
         blocks: BlockMap | None = None,
         row: int | None = None,
         source_row: int | None = None,
@@ -107,6 +121,7 @@ class Link:
         layers: range | None = None,
         source_layers: range | None = None,
         tensors_per_layer: int = 2,
+        spans: Spans | None = None,
         timeout_ms: int = 1000,
         transport: str | None = None,
     ) -> Transfer:
@@ -114,11 +129,20 @@ class Link:
         if is_window(source):
             blocks = self._beside_window(source, blocks, timeout_ms, far_first=True)
         what = moves.pull(
-            source, blocks, row, source_row, row_to_blocks, size_bytes, layers, source_layers, tensors_per_layer
+            source,
+            blocks,
+            row,
+            source_row,
+            row_to_blocks,
+            size_bytes,
+            layers,
+            source_layers,
+            tensors_per_layer,
+            spans,
         )
         by = transport_bit(transport)
         core = self._core.pull_async(
-            self._targets.of(source), own_id(into, self._node), what, checked_timeout(timeout_ms), by
+            self._targets.of(source), own_memory_or_id(into, self._node, spans), what, checked_timeout(timeout_ms), by
         )
         return Transfer(core, self)
 
@@ -155,7 +179,7 @@ class Link:
 
     def push(
         self,
-        mine: Cache | int,
+        mine: Cache | int | OwnMemory,
         *,
         to: FarCache | Addresses,
         blocks: BlockMap | None = None,
@@ -166,6 +190,7 @@ class Link:
         layers: range | None = None,
         destination_layers: range | None = None,
         tensors_per_layer: int = 2,
+        spans: Spans | None = None,
         timeout_ms: int = 1000,
         transport: str | None = None,
     ) -> _core.Done:
@@ -173,14 +198,24 @@ class Link:
         if is_window(to):
             blocks = self._beside_window(to, blocks, timeout_ms, far_first=False)
         what = moves.push(
-            blocks, row, destination_row, row_to_blocks, size_bytes, layers, destination_layers, tensors_per_layer
+            blocks,
+            row,
+            destination_row,
+            row_to_blocks,
+            size_bytes,
+            layers,
+            destination_layers,
+            tensors_per_layer,
+            spans,
         )
         by = transport_bit(transport)
-        return self._core.push(own_id(mine, self._node), self._targets.of(to), what, checked_timeout(timeout_ms), by)
+        return self._core.push(
+            own_memory_or_id(mine, self._node, spans), self._targets.of(to), what, checked_timeout(timeout_ms), by
+        )
 
     def push_async(
         self,
-        mine: Cache | int,
+        mine: Cache | int | OwnMemory,
         *,
         to: FarCache | Addresses,
         blocks: BlockMap | None = None,
@@ -191,6 +226,7 @@ class Link:
         layers: range | None = None,
         destination_layers: range | None = None,
         tensors_per_layer: int = 2,
+        spans: Spans | None = None,
         timeout_ms: int = 1000,
         transport: str | None = None,
     ) -> Transfer:
@@ -198,11 +234,19 @@ class Link:
         if is_window(to):
             blocks = self._beside_window(to, blocks, timeout_ms, far_first=False)
         what = moves.push(
-            blocks, row, destination_row, row_to_blocks, size_bytes, layers, destination_layers, tensors_per_layer
+            blocks,
+            row,
+            destination_row,
+            row_to_blocks,
+            size_bytes,
+            layers,
+            destination_layers,
+            tensors_per_layer,
+            spans,
         )
         by = transport_bit(transport)
         core = self._core.push_async(
-            own_id(mine, self._node), self._targets.of(to), what, checked_timeout(timeout_ms), by
+            own_memory_or_id(mine, self._node, spans), self._targets.of(to), what, checked_timeout(timeout_ms), by
         )
         return Transfer(core, self)
 

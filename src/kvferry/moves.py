@@ -17,6 +17,7 @@ from kvferry.options import LARGEST_UNIT, shown, whole
 
 __all__ = [
     "BlockMap",
+    "Spans",
     "Units",
     "is_list",
     "layer_numbers",
@@ -32,6 +33,7 @@ __all__ = [
 
 Units = Sequence[int] | npt.NDArray[np.integer[Any]]
 BlockMap = Mapping[int, int] | tuple[Units, Units] | Units
+Spans = npt.NDArray[np.integer[Any]] | Sequence[tuple[int, int, int]]
 TensorRange = tuple[int, int]
 ALL: TensorRange = (0, -1)
 KEY_ROW = -1  # the row that the key names
@@ -48,8 +50,20 @@ def pull(
     layers: range | None,
     source_layers: range | None,
     tensors_per_layer: int,
+    spans: Spans | None = None,
 ) -> _core.Moves:
     """The moves of a pull from ``source``; arguments as in :meth:`kvferry.Link.pull`."""
+    if spans is not None:
+        return _by_spans(
+            spans,
+            blocks=blocks,
+            row=row,
+            source_row=source_row,
+            row_to_blocks=row_to_blocks,
+            size_bytes=size_bytes,
+            layers=layers,
+            source_layers=source_layers,
+        )
     rowless = row is None and source_row is None and row_to_blocks is None and size_bytes is None
     layerless = layers is None and source_layers is None and tensors_per_layer.__class__ is int
     if rowless and layerless and blocks.__class__ is dict:
@@ -72,8 +86,20 @@ def push(
     layers: range | None,
     destination_layers: range | None,
     tensors_per_layer: int,
+    spans: Spans | None = None,
 ) -> _core.Moves:
     """The moves of a push; arguments as in :meth:`kvferry.Link.push`."""
+    if spans is not None:
+        return _by_spans(
+            spans,
+            blocks=blocks,
+            row=row,
+            destination_row=destination_row,
+            row_to_blocks=row_to_blocks,
+            size_bytes=size_bytes,
+            layers=layers,
+            destination_layers=destination_layers,
+        )
     mine, far = tensor_ranges(layers, destination_layers, tensors_per_layer, "destination_layers")
     row, destination_row = row_number("row", row), row_number("destination_row", destination_row)
     if row is not None and destination_row is None and row_to_blocks is None:
@@ -204,6 +230,27 @@ def _paired(
     if source is ALL and destination is ALL and not keep_order:
         return _blocks(sources, destinations)
     return _blocks(sources, destinations, source_tensors=source, destination_tensors=destination, keep_order=keep_order)
+
+
+def _by_spans(listed: Spans, **beside: object) -> _core.Moves:
+    """The moves of a transfer with ``spans=``; ``beside``: the arguments of other forms, none of which may be given.
+
+    :raises InvalidArgument: it is no (n, 3) array of whole numbers, or one of its spans cannot be.
+    """
+    for word, value in beside.items():
+        if value is not None:
+            raise InvalidArgument(f"{word}={shown(value)} beside spans=: spans say where every byte goes; leave it out")
+    array = _as_array(listed)
+    if array.shape == (0,):  # an empty list
+        array = np.empty((0, 3), np.int64)
+    if array.ndim != 2 or array.shape[1] != 3 or array.dtype.kind not in "iu":
+        raise InvalidArgument(
+            f"spans of shape {array.shape} and type {array.dtype} are none: give an (n, 3) array of whole numbers, "
+            "source offset, destination offset and bytes of each span"
+        )
+    if array.dtype != np.uint64:
+        return _core.Moves.spans(np.ascontiguousarray(array, dtype=np.int64))
+    return _core.Moves.spans(np.ascontiguousarray(array).view(np.int64))
 
 
 def unit_numbers(units: Units) -> Units:
