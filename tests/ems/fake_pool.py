@@ -58,7 +58,7 @@ class FakePool:
         self.futures: list[Future] = []
         self.word = ""
         self.pending: set[bytes] = set()
-        self.error: kvferry.KvferryError | None = None
+        self.error: Exception | None = None
         self.hold = False
 
     def close(self) -> None:

@@ -146,6 +146,7 @@ def test_an_unmapped_pointer_is_an_invalid_argument_at_submit(cc: Any, fake: Fak
         (kvferry.PeerLost("lost"), EmsErrorCode.EMS_IO_ERROR),
         (kvferry.NodeClosed("closed"), EmsErrorCode.EMS_IO_ERROR),
         (kvferry.InternalError("broken"), EmsErrorCode.EMS_INTERNAL_ERROR),
+        (RuntimeError("nobody thought of this"), EmsErrorCode.EMS_INTERNAL_ERROR),
     ],
 )
 def test_errors_of_the_pool_come_with_the_result(cc: Any, fake: FakePool, error: Any, code: EmsErrorCode) -> None:

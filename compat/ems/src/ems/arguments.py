@@ -201,13 +201,12 @@ def _integer_array(value: object, *, boolean: bool = False) -> npt.NDArray[Any] 
 
 
 def _as_int64(name: str, numbers: list[int] | npt.NDArray[Any]) -> Integers:
-    if isinstance(numbers, list):
-        least, most = min(numbers), max(numbers)
-    else:
-        least, most = int(numbers.min()), int(numbers.max())
-    if least < -(1 << 63) or most >= 1 << 63:  # numpy would wrap around what is unsigned
-        raise invalid(f"{name} holds an integer that does not fit 64 bits with a sign")
-    return np.asarray(numbers, np.int64)
+    try:
+        if isinstance(numbers, list) or numbers.dtype != np.uint64 or int(numbers.max()) < 1 << 63:
+            return np.asarray(numbers, np.int64)
+    except OverflowError:  # of a list; what is unsigned would wrap around
+        pass
+    raise invalid(f"{name} holds an integer that does not fit 64 bits with a sign")
 
 
 def _is_integer(value: object) -> bool:

@@ -35,6 +35,7 @@ class ContextCache_v1(ContextCaching):
         super().__init__(pool, settings)
         self._registered: tuple[KvCaches, V1Keys] | None = None
         self._in_flight: list[CcFuture] = []
+        self._look_at = KEEP_UNPOLLED
         self._users = 0  # calls that are using what is registered
 
     def register_kvcache(self, kvcache: object, store_layer_group_desc: object = None) -> None:
@@ -149,8 +150,9 @@ class ContextCache_v1(ContextCaching):
         finally:
             with self._lock:
                 self._users -= 1
-                if len(self._in_flight) >= KEEP_UNPOLLED:
+                if len(self._in_flight) >= self._look_at:
                     self._in_flight = [future for future in self._in_flight if not future._is_ready()]
+                    self._look_at = max(KEEP_UNPOLLED, 2 * len(self._in_flight))
 
     def _read_slot_mapping(
         self, caches: KvCaches, names_of: V1Keys, given: dict[str, Any]

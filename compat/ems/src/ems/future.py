@@ -113,7 +113,7 @@ class CcFuture:
                 self._take(self._round.wait())
         except EmsException as error:
             self._error = error
-            self._resolved = True
+            self._end()
 
     def _take(self, outcome: Outcome) -> None:
         self._round = None
@@ -122,14 +122,18 @@ class CcFuture:
             self._words[index] = word
         self._indexes = np.flatnonzero(np.array(self._words) == "pending") if self._saving else self._indexes[:0]
         if not len(self._indexes):
-            self._resolved = True
+            self._end()
         elif self._rounds > 1 and time.monotonic() >= self._deadline:
             for index in self._indexes.tolist():
                 self._words[index] = "timeout"
-            self._resolved = True
+            self._end()
         elif self._rounds > 1:
             self._next_round = time.monotonic() + self._pause_s
             self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
+
+    def _end(self) -> None:
+        self._resolved = True
+        self._batch = self._batch.part(self._indexes[:0])  # futures are kept longer than their requests
 
     def _judge(self) -> None:
         """A miss, a full node, a lost node among others are no errors. Time that was up for all of them is one, and so is a pool

@@ -47,11 +47,14 @@ def invalid(sentence: str) -> EmsException:
 
 @contextmanager
 def kvferry_errors() -> Iterator[None]:
-    """kvferry's errors leave as ``EmsException``, with the same sentence."""
+    """kvferry's errors leave as ``EmsException``, with the same sentence. So does whatever else goes wrong there: a program
+    that serves requests catches nothing but that, and can do without its cache."""
     try:
         yield
     except kvferry.KvferryError as error:
         raise EmsException(_code(error), str(error)) from error
+    except Exception as error:
+        raise EmsException(EmsErrorCode.EMS_INTERNAL_ERROR, f"{type(error).__name__}: {error}") from error
 
 
 def _code(error: kvferry.KvferryError) -> EmsErrorCode:
