@@ -166,6 +166,45 @@ std::uint32_t small_unsigned(std::int64_t value, const char* what) {
   return static_cast<std::uint32_t>(value);
 }
 
+// The bytes of a bytes-like object, held still. Of which thread it is given back: one with the GIL.
+class Message {
+ public:
+  explicit Message(nb::handle object) {
+    if (PyObject_GetBuffer(object.ptr(), &view_, PyBUF_SIMPLE) == 0) return;
+    PyErr_Clear();
+    throw Error(Kind::invalid_argument, std::string("a message of type ") + Py_TYPE(object.ptr())->tp_name + ": bytes are needed, or something contiguous that is like them");
+  }
+  ~Message() { PyBuffer_Release(&view_); }
+  Message(const Message&) = delete;
+  Message& operator=(const Message&) = delete;
+  std::span<const std::uint8_t> bytes() const noexcept { return {static_cast<const std::uint8_t*>(view_.buf), static_cast<std::size_t>(view_.len)}; }
+
+ private:
+  Py_buffer view_{};
+};
+
+constexpr std::size_t long_message = 256 << 10;  // copying that takes longer than giving the GIL up and taking it back
+
+nb::bytes bytes_of(std::span<const std::uint8_t> data) {
+  nb::object made = nb::steal(PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(data.size())));
+  if (!made.is_valid()) throw nb::python_error();
+  auto* to = PyBytes_AS_STRING(made.ptr());
+  if (data.size() < long_message) {
+    if (!data.empty()) std::memcpy(to, data.data(), data.size());
+  } else {
+    const WithoutGil released;
+    std::memcpy(to, data.data(), data.size());
+  }
+  return nb::steal<nb::bytes>(made.release());
+}
+
+Payload copy_of(const Message& message) {
+  check_message(message.bytes().size());
+  if (message.bytes().size() < long_message) return Payload(message.bytes());
+  const WithoutGil released;
+  return Payload(message.bytes());
+}
+
 using KeyTuple = std::tuple<std::string, std::uint64_t, std::uint64_t>;
 
 Key key_of(const KeyTuple& tuple) {
@@ -207,6 +246,17 @@ struct PyLink {
 struct PyTransfer {
   std::shared_ptr<Node> node;
   std::shared_ptr<Operation> operation;
+};
+
+struct PyAnswer {
+  std::shared_ptr<Node> node;
+  std::shared_ptr<Ask> ask;
+};
+
+struct PyCall {
+  std::shared_ptr<Node> node;
+  std::unique_ptr<Call> call;
+  nb::bytes payload;
 };
 
 struct PyLayerPush {
@@ -253,6 +303,12 @@ Done pull(PyLink& self, const Target& target, std::optional<std::uint64_t> into,
   return run(*operation, operation->will_not_wait(keep_gil_bytes));
 }
 
+void wait_for(Operation& operation, std::int64_t timeout_ms) {
+  const auto until = deadline_of(timeout_ms);
+  if (!waiting([&] { return operation.wait(until); }))
+    throw Error({Kind::deadline, "still in flight when the wait was over", false, true}, operation.link()->label(), operation.subject(), operation.verb());
+}
+
 bool cancel(Operation& operation) {
   return waiting([&] {
     const bool was_running = !operation.done();
@@ -260,6 +316,32 @@ bool cancel(Operation& operation) {
     operation.wait(Deadline::after_ms(60'000));  // the piece in hand
     return was_running;
   });
+}
+
+nb::bytes answer_of(const Ask& ask) {
+  checked(ask, ask.result());
+  return bytes_of(ask.answer());
+}
+
+// Nothing when the time is up. A call that is there already is taken without giving the GIL up, which beside busy Python
+// threads costs more than everything else.
+nb::object next_call(PyNode& self, std::int64_t timeout_ms) {
+  const auto until = deadline_of(timeout_ms);
+  auto event = self.node->next_call(Deadline{0});
+  if (event.index() == 0) event = waiting([&] { return self.node->next_call(until); });
+  if (const auto* down = std::get_if<LinkDown>(&event)) return nb::cast(*down);
+  auto* call = std::get_if<std::unique_ptr<Call>>(&event);
+  if (call == nullptr) return nb::none();
+  auto payload = bytes_of((*call)->message.bytes());
+  (*call)->message = {};
+  return nb::cast(PyCall{self.node, std::move(*call), std::move(payload)});
+}
+
+bool answer(PyCall& self, nb::handle payload) {
+  const Message message(payload);
+  if (message.bytes().size() < long_message) return self.call->answer(message.bytes());
+  const WithoutGil released;
+  return self.call->answer(message.bytes());
 }
 
 PyTransfer started(const std::shared_ptr<Node>& node, std::shared_ptr<Operation> operation) {
@@ -407,14 +489,35 @@ NB_MODULE(_core, m) {
   nb::class_<PyTransfer>(m, "Transfer")
       .def("done", [](PyTransfer& self) { return self.operation->done(); })
       .def("wait", [](PyTransfer& self, std::int64_t timeout_ms) {
-        const auto until = deadline_of(timeout_ms);
-        if (!waiting([&] { return self.operation->wait(until); }))
-          throw Error({Kind::deadline, "still in flight when the wait was over", false, true}, self.operation->link()->label(),
-                      self.operation->subject(), self.operation->verb());
+        wait_for(*self.operation, timeout_ms);
         return done_of(*self.operation, self.operation->result());
       }, "timeout_ms"_a)
       .def("cancel", [](PyTransfer& self) { return cancel(*self.operation); })
       .def("notify", [](PyTransfer& self, PyNotifier& notifier, std::uint64_t token) { return self.operation->notify(notifier.notifier, token); });
+
+  nb::class_<PyAnswer>(m, "Answer")
+      .def("done", [](PyAnswer& self) { return self.ask->done(); })
+      .def("wait", [](PyAnswer& self, std::int64_t timeout_ms) {
+        wait_for(*self.ask, timeout_ms);
+        return answer_of(*self.ask);
+      }, "timeout_ms"_a)
+      .def("cancel", [](PyAnswer& self) { return cancel(*self.ask); })
+      .def("notify", [](PyAnswer& self, PyNotifier& notifier, std::uint64_t token) { return self.ask->notify(notifier.notifier, token); });
+
+  nb::class_<PyCall>(m, "Call")
+      .def_ro("payload", &PyCall::payload)
+      .def_prop_ro("link_id", [](PyCall& self) { return self.call->link_id; })
+      .def_prop_ro("same_host", [](PyCall& self) { return self.call->same_host; })
+      .def_prop_ro("one_way", [](PyCall& self) { return self.call->one_way; })
+      .def_prop_ro("left_ms", [](PyCall& self) { return self.call->deadline.left_ms(); })
+      .def("answer", &answer, "payload"_a.none());
+
+  nb::class_<LinkDown>(m, "LinkDown")
+      .def_ro("link_id", &LinkDown::link_id)
+      .def_ro("process_ended", &LinkDown::process_ended)
+      .def("__repr__", [](const LinkDown& down) {
+        return "LinkDown(link_id=" + std::to_string(down.link_id) + ", process_ended=" + (down.process_ended ? "True)" : "False)");
+      });
 
   nb::class_<PyLayerPush>(m, "LayerPush")
       .def("layer_ready", [](PyLayerPush& self, std::int64_t layer) {
@@ -462,6 +565,26 @@ NB_MODULE(_core, m) {
         }
         return PyLayerPush{self.node, std::move(push)};
       }, "source"_a, "target"_a, "moves"_a, "layers"_a, "tensors_per_layer"_a, "destination_layers"_a, "timeout_ms"_a, "transport"_a = 0)
+      .def("call", [](PyLink& self, nb::handle payload, std::int64_t timeout_ms) {
+        const auto deadline = deadline_of(timeout_ms);
+        const Message message(payload);
+        const auto ask = self.node->ask(self.link, message.bytes(), deadline);
+        waiting([&] { return ask->run_here(); });
+        return answer_of(*ask);
+      }, "payload"_a.none(), "timeout_ms"_a)
+      .def("call_async", [](PyLink& self, nb::handle payload, std::int64_t timeout_ms) {
+        const auto deadline = deadline_of(timeout_ms);
+        auto ask = self.node->ask(self.link, copy_of(Message(payload)), deadline, false);
+        const WithoutGil released;
+        ask->start_here();
+        return PyAnswer{self.node, std::move(ask)};
+      }, "payload"_a.none(), "timeout_ms"_a)
+      .def("send", [](PyLink& self, nb::handle payload, std::int64_t timeout_ms) {
+        const auto deadline = deadline_of(timeout_ms);
+        const auto ask = self.node->ask(self.link, copy_of(Message(payload)), deadline, true);
+        const WithoutGil released;
+        ask->start_here();
+      }, "payload"_a.none(), "timeout_ms"_a)
       .def("prepare_pull", [](PyLink& self, const Target& target, std::uint64_t into, std::shared_ptr<const Moves> moves, std::int64_t timeout_ms, int transport) {
         const auto deadline = deadline_of(timeout_ms);
         return PyPrepared{self.node, waiting([&] { return self.node->prepare(self.link, target, into, std::move(moves), deadline, transports_of(transport)); })};
@@ -541,6 +664,8 @@ NB_MODULE(_core, m) {
         for (auto& link : self.node->links()) links.push_back({self.node, link});
         return links;
       })
+      .def("serve_calls", [](PyNode& self) { self.node->serve_calls(); })
+      .def("next_call", &next_call, "timeout_ms"_a)
       .def("next_event", [](PyNode& self, std::int64_t timeout_ms) {
         checked_timeout(timeout_ms);
         const WithoutGil released;

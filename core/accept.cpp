@@ -260,6 +260,8 @@ bool Incoming::on_lane(const Frame& frame) {
     lane->descriptor = std::move(descriptor_);
     lane->use = said.use;
     link->lanes.add(std::move(lane));
+  } else if (said.use == LaneUse::call) {
+    node_.calls.add(link, std::move(descriptor_), in_.ahead());
   } else {
     const auto lane = std::make_shared<ServerLane>(node_.engine, link, std::move(descriptor_), std::move(in_));
     link->add_server_lane(lane);

@@ -56,6 +56,7 @@ void open_for_peer(const Dialler& dialler, const std::shared_ptr<Link>& link, La
   auto descriptor = dialler.dial(use, true, first);
   if (!descriptor) return again(vain + 1);
   auto lost = [again, vain](bool used) { again(used ? 0 : vain + 1); };
+  if (use == LaneUse::call) return dialler.node->calls.add(link, std::move(descriptor), {}, std::move(first), std::move(lost));
   const auto lane = std::make_shared<ServerLane>(dialler.node->engine, link, std::move(descriptor), std::move(first), std::move(lost));
   link->add_server_lane(lane);
   lane->start();
@@ -135,7 +136,7 @@ std::shared_ptr<Link> converse(NodeInner& node, Descriptor tcp, const Deadline& 
   auto link = node.new_link(std::move(facts), true, token, dialler);
   node.bring_up(link, step.connection ? std::move(step.connection) : std::move(tcp), false);
   for (unsigned i = 0; i < options.lanes; ++i) open_for_peer(dialler, link, i == 0 ? LaneUse::small : LaneUse::bulk);
-  open_for_peer(dialler, link, LaneUse::push);
+  for (const auto use : {LaneUse::push, LaneUse::call}) open_for_peer(dialler, link, use);
   return link;
 }
 

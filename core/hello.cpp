@@ -151,7 +151,7 @@ LaneHello read_lane(const Frame& frame) {
   get(in, lane.link);
   lane.reverse = in.get<std::uint8_t>() != 0;
   lane.use = in.get<LaneUse>();
-  if (lane.use > LaneUse::push) throw wire::WireError("a lane for an unknown use");
+  if (lane.use > LaneUse::call) throw wire::WireError("a lane for an unknown use");
   return lane;
 }
 

@@ -103,8 +103,19 @@ void NodeInner::take_down(const std::shared_ptr<Link>& link, Outcome reason) {
   }
   if (up.pidfd_token != 0) engine.reactor.forget(up.pidfd_token, link->peer.pidfd.get());
   if (up.control) up.control->close();
+  forget_calls_of(link);
   engine.log.add(expected ? "info" : "warning", "link to " + link->label() + " is down: " + sentence);
   needs_of_listeners_changed();
+}
+
+void NodeInner::forget_calls_of(const std::shared_ptr<Link>& link) {
+  calls.end_lanes_of(*link);
+  if (!link->calls_came.load()) return;
+  const bool ended = link->peer_process_ended();
+  if (ended || !link->peer.pidfd) return calls.say_down({link->id, ended});
+  // A process closes its connections a moment before it has ended.
+  constexpr std::int64_t moment_ns = 20'000'000;
+  run_at(now_ns() + moment_ns, [this, link] { calls.say_down({link->id, link->peer_process_ended()}); });
 }
 
 std::shared_ptr<Control> NodeInner::control_of(const Link& link) const {

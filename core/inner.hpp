@@ -4,6 +4,7 @@
 
 #include <unordered_map>
 
+#include "calls.hpp"
 #include "hello.hpp"
 #include "node.hpp"
 #include "serve.hpp"
@@ -69,7 +70,10 @@ class NodeInner : public std::enable_shared_from_this<NodeInner> {
   hello::Local local_facts(const hello::Token& token) const;
   std::string default_refusal(const Endpoint& endpoint, bool local_done, const Credentials& credentials) const;  // "" if allowed
 
+  void forget_calls_of(const std::shared_ptr<Link>& link);  // it is down
+
   Engine engine;
+  Calls calls{engine};
   const hello::Token instance = hello::random_token();
   const hello::Token boot_id = hello::boot_id();
   std::atomic<bool> closed{false};

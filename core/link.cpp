@@ -23,7 +23,7 @@ namespace kvferry {
 // ---- LanePool
 
 bool LanePool::fits(const Lane& lane, LaneUse use) const noexcept {
-  if (lane.use == LaneUse::push || use == LaneUse::push) return lane.use == use;
+  if (lane.use >= LaneUse::push || use >= LaneUse::push) return lane.use == use;
   // A big operation takes a small lane only where there is no other.
   return use == LaneUse::small || lane.use != LaneUse::small || for_pulls() == 1;
 }
@@ -75,10 +75,18 @@ std::unique_ptr<Lane> LanePool::take(LaneUse use, Operation& operation) {
   return nullptr;
 }
 
+// Precondition: locked.
+bool LanePool::wanted(LaneUse use) const noexcept {
+  if (use == LaneUse::push) return !push_open_;
+  if (use != LaneUse::call) return for_pulls() < lanes_;
+  const auto idle = [](const std::unique_ptr<Lane>& lane) { return lane->use == LaneUse::call; };
+  return calls_open_ < lanes_ && std::none_of(idle_.begin(), idle_.end(), idle);
+}
+
 // Precondition: locked. Those that this kind of operation may use.
 void LanePool::open_missing(std::unique_lock<std::mutex>&, LaneUse use) {
-  while (dial_ && (use == LaneUse::push ? !push_open_ : for_pulls() < lanes_)) {
-    auto lane = dial_(use == LaneUse::push ? use : small_open_ ? LaneUse::bulk : LaneUse::small);
+  while (dial_ && wanted(use)) {
+    auto lane = dial_(use >= LaneUse::push ? use : small_open_ ? LaneUse::bulk : LaneUse::small);
     dial_failed_ = !lane;
     if (!lane) return;  // the next operation tries again, or one that waits
     note_open(*lane);
@@ -90,12 +98,14 @@ void LanePool::note_open(const Lane& lane) {
   open_.insert(lane.descriptor.get());
   small_open_ |= lane.use == LaneUse::small;
   push_open_ |= lane.use == LaneUse::push;
+  calls_open_ += lane.use == LaneUse::call;
 }
 
 bool LanePool::note_closed(const Lane& lane) {
   if (open_.erase(lane.descriptor.get()) == 0) return false;
   if (lane.use == LaneUse::small) small_open_ = false;
   if (lane.use == LaneUse::push) push_open_ = false;
+  if (lane.use == LaneUse::call) --calls_open_;
   return true;
 }
 
@@ -104,7 +114,7 @@ void LanePool::give(std::unique_ptr<Lane> lane) {
   {
     const std::lock_guard lock(mutex_);
     if (closed_) {
-      open_.erase(lane->descriptor.get());
+      note_closed(*lane);
       return;
     }
     hand_out(std::move(lane), to_schedule);
@@ -165,7 +175,7 @@ void LanePool::close() {
     if (closed_) return;
     closed_ = true;
     for (const int fd : open_) ::shutdown(fd, SHUT_RDWR);  // whoever waits on one wakes up
-    for (const auto& lane : idle_) open_.erase(lane->descriptor.get());
+    for (const auto& lane : idle_) note_closed(*lane);
     idle_.clear();
     waiters.swap(waiters_);
   }

@@ -24,7 +24,8 @@ namespace kvferry {
 
 // What a lane is for. A push holds its lane until the receiver has pulled, for which that needs a lane in the other
 // direction: if pushes took the lanes of pulls, two nodes that push to each other would wait for each other.
-enum class LaneUse : std::uint8_t { bulk = 0, small = 1, push = 2 };
+// Calls have lanes of their own because code answers them, when it comes to that.
+enum class LaneUse : std::uint8_t { bulk = 0, small = 1, push = 2, call = 3 };
 
 // One connection on which this side is the client: it asks, the peer answers, one operation at a time.
 struct Lane {
@@ -54,7 +55,8 @@ class LanePool {
     std::shared_ptr<Operation> operation;
     LaneUse use;
   };
-  unsigned for_pulls() const noexcept { return static_cast<unsigned>(open_.size()) - (push_open_ ? 1 : 0); }
+  unsigned for_pulls() const noexcept { return static_cast<unsigned>(open_.size()) - (push_open_ ? 1 : 0) - calls_open_; }
+  bool wanted(LaneUse use) const noexcept;
   bool fits(const Lane& lane, LaneUse use) const noexcept;
   void note_open(const Lane& lane);
   bool note_closed(const Lane& lane);  // false: it was noted before
@@ -64,11 +66,12 @@ class LanePool {
   void open_missing(std::unique_lock<std::mutex>& lock, LaneUse use);
 
   mutable std::mutex mutex_;
-  const unsigned lanes_;  // for pulls; one more for pushes
+  const unsigned lanes_;  // for pulls; one more for pushes, and up to as many, opened when they are needed, for calls
   std::function<std::unique_ptr<Lane>(LaneUse)> dial_;
   std::vector<std::unique_ptr<Lane>> idle_;
   std::unordered_set<int> open_;  // descriptors of all lanes, idle or in use
   bool small_open_ = false, push_open_ = false;
+  unsigned calls_open_ = 0;
   std::deque<Waiter> waiters_;
   bool closed_ = false;
   bool dial_failed_ = false;  // the last time
@@ -192,6 +195,7 @@ class Link : public std::enable_shared_from_this<Link> {
   std::atomic<std::uint64_t> pulls{0}, pushes{0}, bytes_pulled{0}, bytes_pushed{0}, failures{0};
   std::atomic<std::int64_t> last_heard_ns{0};
   std::atomic<bool> needs_tcp{true};  // until a lane has come over the Unix socket
+  std::atomic<bool> calls_came{false};  // code of this side has answered the peer
   Spin spin;  // of callers that wait for answers
 
  private:

@@ -52,6 +52,7 @@ void end_all(NodeInner& node) {
     node.take_down(link, {Kind::closed, "this node was closed", false, true});
     link->wait_until_quiet(Deadline::after_ms(60'000));  // pieces in hand
   }
+  node.calls.close();
   node.engine.reactor.stop();
   node.engine.crew.stop();
   node.engine.log.close();
@@ -175,6 +176,24 @@ std::shared_ptr<PreparedPull> Node::prepare(const std::shared_ptr<Link>& link, T
   ask.moves = std::move(moves);
   ask.transports = transports;
   return std::make_shared<PreparedPull>(e, link, std::move(ask), deadline);
+}
+
+std::shared_ptr<Ask> Node::ask(const std::shared_ptr<Link>& link, std::span<const std::uint8_t> message, Deadline deadline) {
+  return std::make_shared<Ask>(engine(), link, deadline, message, false);
+}
+
+std::shared_ptr<Ask> Node::ask(const std::shared_ptr<Link>& link, Payload message, Deadline deadline, bool one_way) {
+  return std::make_shared<Ask>(engine(), link, deadline, std::move(message), one_way);
+}
+
+void Node::serve_calls() {
+  engine();
+  inner_->calls.serve();
+}
+
+CallEvent Node::next_call(const Deadline& until) {
+  engine();
+  return inner_->calls.next(until);
 }
 
 std::pair<std::shared_ptr<const Source>, Transport> Node::describe(const std::shared_ptr<Link>& link, Target target, Deadline deadline) {

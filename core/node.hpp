@@ -9,6 +9,8 @@
 #include <string>
 #include <vector>
 
+#include "ask.hpp"
+#include "calls.hpp"
 #include "pull.hpp"
 #include "push.hpp"
 
@@ -65,6 +67,11 @@ class Node {
                                          std::int64_t timeout_ms, unsigned transports);
   std::shared_ptr<PreparedPull> prepare(const std::shared_ptr<Link>& link, Target target, std::uint64_t into,
                                         std::shared_ptr<const Moves> moves, Deadline deadline, unsigned transports);
+  // A call (ask.hpp) over a link: `message` is the caller's and stays until the operation has ended, or it is its own.
+  std::shared_ptr<Ask> ask(const std::shared_ptr<Link>& link, std::span<const std::uint8_t> message, Deadline deadline);
+  std::shared_ptr<Ask> ask(const std::shared_ptr<Link>& link, Payload message, Deadline deadline, bool one_way);
+  void serve_calls();                        // peers' calls wait for next_call() from now on; until then they hear Unsupported
+  CallEvent next_call(const Deadline& until);  // serves; throws Error(closed) when the node is closed meanwhile, too
   // What a target is at the peer, and by which transport a pull of it would go.
   std::pair<std::shared_ptr<const Source>, Transport> describe(const std::shared_ptr<Link>& link, Target target, Deadline deadline);
   // Between two caches of this node. Within one cache unit by unit in the given order.

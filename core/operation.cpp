@@ -338,7 +338,7 @@ void Operation::conclude(Outcome outcome, std::uint64_t bytes, Transport transpo
   if (link_) link_->lanes.leave(*this);
   if (timer_.at_ns != 0) engine_.timers.remove(timer_);
   result_ = {std::move(outcome), bytes, now_ns() - started_ns_, transport};
-  if (result_.nanoseconds > slow_ns && result_.outcome.ok() && link_)
+  if (result_.nanoseconds > slow_ns && result_.outcome.ok() && link_ && !subject().empty())
     engine_.log.add("info", std::string("a slow ") + verb_ + ": " + std::to_string(result_.nanoseconds / 1'000'000) + " ms for " +
                                 std::to_string(bytes) + " bytes of " + subject() + " by " + std::string(transport_name(transport)) + ", link to " + link_->label());
   ended();

@@ -259,10 +259,14 @@ void tune_lane(int fd) {
 }
 
 long send_some(int fd, std::span<const std::uint8_t> bytes, std::span<const int> descriptors) {
-  iovec iov{const_cast<std::uint8_t*>(bytes.data()), bytes.size()};
+  const iovec part{const_cast<std::uint8_t*>(bytes.data()), bytes.size()};
+  return send_some(fd, std::span(&part, 1), descriptors);
+}
+
+long send_some(int fd, std::span<const iovec> parts, std::span<const int> descriptors) {
   msghdr message{};
-  message.msg_iov = &iov;
-  message.msg_iovlen = 1;
+  message.msg_iov = const_cast<iovec*>(parts.data());
+  message.msg_iovlen = parts.size();
   alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int) * max_descriptors)];
   if (!descriptors.empty()) {
     message.msg_control = control;

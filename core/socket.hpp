@@ -7,6 +7,8 @@
 #include <string>
 #include <vector>
 
+#include <sys/uio.h>
+
 #include "clock.hpp"
 #include "descriptor.hpp"
 #include "error.hpp"
@@ -46,6 +48,7 @@ void tune_lane(int fd);  // TCP_NODELAY, buffers
 
 // One non-blocking write of `bytes` (and descriptors with its first byte): how many went, 0 for "would block", -1 for lost.
 long send_some(int fd, std::span<const std::uint8_t> bytes, std::span<const int> descriptors = {});
+long send_some(int fd, std::span<const iovec> parts, std::span<const int> descriptors = {});
 // One non-blocking read: bytes read, 0 for "would block", -1 for lost or ended. Received descriptors are appended.
 long receive_some(int fd, std::span<std::uint8_t> into, std::vector<Descriptor>* descriptors = nullptr);
 
@@ -67,6 +70,7 @@ class FrameBuffer {
   // Reads until a whole frame is there. Throws wire::WireError for a frame over the limit.
   State read(int fd, Frame& frame);
   bool empty() const noexcept { return have_ == 0; }
+  std::span<const std::uint8_t> ahead() const noexcept { return std::span(bytes_).first(have_); }  // read, and no frame yet
   void set_limit(std::size_t max_body_bytes) noexcept { max_body_bytes_ = max_body_bytes; }
 
  private:

@@ -33,6 +33,8 @@ enum class Type : std::uint16_t {
   // lanes: requests of the lane's client, answers of its server
   resolve = 32, geometry = 33, pull = 34, piece = 35, ended = 36, push = 37, consume = 38, fetch_segment = 39, segment = 40,
   segment_made = 41,
+  // call lanes
+  call = 42, answer = 43, tell = 44,
 };
 
 struct Header {
@@ -40,7 +42,7 @@ struct Header {
   Type type{};
   std::uint16_t flags = 0;
   std::uint64_t operation = 0;
-  std::uint64_t offset = 0;  // piece: position in the operation's stream
+  std::uint64_t offset = 0;  // piece: position in the operation's stream; call: time left in ms
 };
 static_assert(sizeof(Header) == 24);
 inline constexpr std::uint16_t flag_consume = 1;     // geometry, ended: the key is consumed by a successful pull

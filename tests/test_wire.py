@@ -18,6 +18,7 @@ import kvferry
 SECRET = b"long and random, the page says"
 HELLO, CHALLENGE, AUTH, WELCOME, REFUSED, LANE = 1, 2, 3, 4, 5, 6
 RESOLVE, GEOMETRY, PULL, PIECE, ENDED, PUSH = 32, 33, 34, 35, 36, 37
+CALL, ANSWER, TELL = 42, 43, 44
 HEADER = struct.Struct("<IHHQQ")
 SOCKET_ONLY = 4
 OK = struct.pack("<HBBH", 0, 1, 1, 0)
@@ -29,8 +30,8 @@ class Connection:
         host, port = address.rsplit(":", 1)
         self._socket = socket.create_connection((host, int(port)), timeout=5)
 
-    def send(self, kind: int, body: bytes, operation: int = 0) -> None:
-        self._socket.sendall(HEADER.pack(len(body), kind, 0, operation, 0) + body)
+    def send(self, kind: int, body: bytes, operation: int = 0, offset: int = 0) -> None:
+        self._socket.sendall(HEADER.pack(len(body), kind, 0, operation, offset) + body)
 
     def receive(self, kind: int, operation: int = 0) -> bytes:
         length, received, _, number, offset = HEADER.unpack(self._exactly(HEADER.size))
@@ -163,6 +164,25 @@ def test_a_peer_written_from_the_page_moves_spans(node: kvferry.Node) -> None:
     assert kv[78:].tobytes() == b"fi" and kv[32:37].tobytes() == b"\x20ve!\x24"
     for connection in (mine, theirs, control):
         connection.close()
+
+
+def test_a_peer_written_from_the_page_calls(node: kvferry.Node) -> None:
+    control, token = link(node.address, SECRET)
+    lane = Connection(node.address)
+    lane.send(LANE, token + b"\0\3")
+    lane.send(CALL, b"anybody?", operation=7, offset=1000)
+    assert lane.receive(ENDED, operation=7)[:4] == struct.pack("<HBB", 14, 0, 1)
+    node.serve_calls()
+    lane.send(TELL, b"by the way", operation=8)
+    lane.send(CALL, b"what is it?", operation=9, offset=60_000)
+    told, asked = node.next_call(5000), node.next_call(5000)
+    assert isinstance(told, kvferry.Call) and isinstance(asked, kvferry.Call)
+    assert (told.payload, told.one_way, asked.payload, asked.one_way) == (b"by the way", True, b"what is it?", False)
+    assert 50_000 < asked.left_ms <= 60_000 and not asked.same_host
+    assert asked.answer(b"this")
+    assert lane.receive(ANSWER, operation=9) == b"this"
+    lane.close()
+    control.close()
 
 
 def test_another_secret_is_refused(node: kvferry.Node) -> None:

@@ -63,7 +63,7 @@ static void what_is_written_is_what_is_read() {
   CHECK(read_auth(frame_of(write(auth))).proof == c.proof && read_auth(frame_of(write(auth))).local_done);
   const auto token = random_token();
   CHECK(read_welcome(frame_of(write_welcome(token))) == token);
-  for (const auto use : {LaneUse::bulk, LaneUse::small, LaneUse::push}) {
+  for (const auto use : {LaneUse::bulk, LaneUse::small, LaneUse::push, LaneUse::call}) {
     const auto lane = read_lane(frame_of(write(LaneHello{token, true, use})));
     CHECK(lane.link == token && lane.reverse && lane.use == use);
   }
@@ -124,7 +124,7 @@ static void what_is_foreign_is_refused() {
   CHECK(refused(frame_of(write(a_hello())), read_lane));
   CHECK(refused(frame_of(write(a_hello())), read_local));
   auto lane = write(LaneHello{});
-  lane.back() = 3;
+  lane.back() = 4;
   CHECK(refused(frame_of(lane), read_lane));
 }
 
@@ -138,7 +138,7 @@ static void mutated_frames_harm_nobody() {
       {write(a_challenge()), [](const Frame& f) { read_challenge(f); }},
       {write(Auth{}), [](const Frame& f) { read_auth(f); }},
       {write_welcome({}), [](const Frame& f) { read_welcome(f); }},
-      {write(LaneHello{}), [](const Frame& f) { CHECK(read_lane(f).use <= LaneUse::push); }},
+      {write(LaneHello{}), [](const Frame& f) { CHECK(read_lane(f).use <= LaneUse::call); }},
       {write(Local{}, false, false), [](const Frame& f) { read_local(f); }},
       {write_refused(Outcome::fail(Kind::refused, "no")), [](const Frame& f) {
          try {

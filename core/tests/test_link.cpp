@@ -44,6 +44,28 @@ static void each_use_has_its_lanes() {
   pool.give(std::move(small)), pool.give(std::move(bulk)), pool.give(std::move(borrowed));
 }
 
+// Calls have lanes of their own, opened one at a time when none is idle.
+static void lanes_for_calls_are_opened_when_they_are_needed() {
+  Alone alone(2);
+  auto& pool = alone.link->lanes;
+  const auto a = somebody(alone), b = somebody(alone), c = somebody(alone);
+  auto first = taken(alone, LaneUse::call, a);
+  CHECK(first && first->use == LaneUse::call && alone.dialled == 1 && pool.open_lanes() == 0);
+  auto second = taken(alone, LaneUse::call, b);
+  CHECK(second && second->use == LaneUse::call && alone.dialled == 2);
+  CHECK(!taken(alone, LaneUse::call, c) && alone.dialled == 2);
+  auto small = taken(alone, LaneUse::small, a);
+  CHECK(small && small->use == LaneUse::small && pool.open_lanes() == 2);
+  pool.give(std::move(first));
+  first = taken(alone, LaneUse::call, c);
+  CHECK(first != nullptr && alone.dialled == 4);
+  pool.lost(std::move(first));
+  pool.give(std::move(second));
+  second = taken(alone, LaneUse::call, b);
+  CHECK(second && alone.dialled == 5);
+  pool.give(std::move(second)), pool.give(std::move(small));
+}
+
 static void one_lane_is_for_big_and_small() {
   Alone alone(1);
   const auto a = somebody(alone), b = somebody(alone);
@@ -229,6 +251,7 @@ static void transports_are_given_up_one_by_one() {
 
 int main() {
   each_use_has_its_lanes();
+  lanes_for_calls_are_opened_when_they_are_needed();
   one_lane_is_for_big_and_small();
   lanes_that_cannot_be_had_are_asked_for_again();
   who_leaves_passes_on_what_was_granted();

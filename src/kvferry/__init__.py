@@ -7,7 +7,7 @@ process; torch, asyncio and the pool are imported by the calls that need them.
 from typing import TYPE_CHECKING, Any
 
 from kvferry import _core
-from kvferry._core import Done
+from kvferry._core import Call, Done, LinkDown
 from kvferry.cache import MEMORY, Cache, OwnMemory
 from kvferry.errors import (
     BY_KIND,
@@ -35,7 +35,7 @@ from kvferry.names import Addresses, BlocksKey, PrefixKey, RequestKey
 from kvferry.node import Node
 from kvferry.options import PoolOptions
 from kvferry.records import CacheDescription, LinkStatistics, NodeStatistics
-from kvferry.transfer import Prepared, Transfer
+from kvferry.transfer import Answer, Prepared, Transfer
 from kvferry.windows import Window
 
 __all__ = [
@@ -44,11 +44,13 @@ __all__ = [
     "Addresses",
     "AlreadyExists",
     "AlreadyLinked",
+    "Answer",
     "BlocksKey",
     "Busy",
     "Cache",
     "CacheDescription",
     "CacheNotFound",
+    "Call",
     "Cancelled",
     "DeadlineExceeded",
     "Done",
@@ -57,6 +59,7 @@ __all__ = [
     "KvferryError",
     "LayerPush",
     "Link",
+    "LinkDown",
     "LinkFailed",
     "LinkStatistics",
     "Node",

@@ -9,6 +9,7 @@ from typing import Any, Final, final
 
 import numpy as np
 import numpy.typing as npt
+from typing_extensions import Buffer
 
 MAP: Final[int]  # 1: same host, source allocated by kvferry, its sealed segment mapped read-only
 CMA: Final[int]  # 2: same host, caller-owned source, process_vm_readv
@@ -138,6 +139,48 @@ class Transfer:
         """False if already done (then no notification follows)."""
 
 @final
+class Answer:
+    """A call in flight; like Transfer."""
+
+    def done(self) -> bool: ...
+    def wait(self, timeout_ms: int) -> bytes: ...
+    def cancel(self) -> bool: ...
+    def notify(self, notifier: Notifier, token: int) -> bool: ...
+
+@final
+class Call:
+    """A peer's message, to be answered from any thread; dropped without an answer, its asker is told so.
+
+    ``link_id`` is the link's that it came over, ``same_host`` whether the peer is a process of this host (known by the local
+    step), ``one_way`` whether nobody waits for an answer, and ``left_ms`` how long the asker still waits.
+    """
+
+    @property
+    def payload(self) -> bytes: ...
+    @property
+    def link_id(self) -> int: ...
+    @property
+    def same_host(self) -> bool: ...
+    @property
+    def one_way(self) -> bool: ...
+    @property
+    def left_ms(self) -> int: ...
+    def answer(self, payload: Buffer) -> bool:
+        """Sends the answer and does not wait for anybody. False: the asker is gone, or has given up.
+
+        :raises InvalidArgument: more than 64 MiB, no bytes, answered already, or nobody waits for an answer.
+        """
+
+@final
+class LinkDown:
+    """A link over which calls had come is down. ``process_ended``: its peer was a process of this host, which has ended."""
+
+    @property
+    def link_id(self) -> int: ...
+    @property
+    def process_ended(self) -> bool: ...
+
+@final
 class LayerPush:
     """A push whose layers leave in ascending order as each is declared ready."""
 
@@ -197,6 +240,9 @@ class Link:
     ) -> LayerPush:
         """``layers[i]`` of the source goes to ``destination_layers[i]``; each after ``layer_ready(layers[i])``, in list order.
         ``timeout_ms`` counts for each layer from its readiness. With Target.by_addresses: tensors_per_layer addresses per layer."""
+    def call(self, payload: Buffer, timeout_ms: int) -> bytes: ...
+    def call_async(self, payload: Buffer, timeout_ms: int) -> Answer: ...
+    def send(self, payload: Buffer, timeout_ms: int) -> None: ...
     def prepare_pull(
         self, target: Target, into: int, moves: Moves, timeout_ms: int, transport: int = 0
     ) -> Prepared: ...
@@ -232,6 +278,8 @@ class Node:
     def stop_listening(self) -> None: ...
     def connect(self, host: str, port: int, timeout_ms: int) -> Link: ...
     def links(self) -> list[Link]: ...
+    def serve_calls(self) -> None: ...
+    def next_call(self, timeout_ms: int) -> Call | LinkDown | None: ...
     def next_event(self, timeout_ms: int) -> tuple[str, str] | None:
         """(level, sentence) for the log: level "info" | "warning"; None when none came in time or the node is closed."""
 

@@ -6,7 +6,7 @@ leaves only when that is settled, so that its memory may be reused at once.
 """
 
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
 from kvferry import _core
@@ -14,10 +14,21 @@ from kvferry import _core
 if TYPE_CHECKING:
     import asyncio
 
-__all__ = ["settled"]
+__all__ = ["InFlight", "settled"]
+
+Result = TypeVar("Result", covariant=True)
 
 
-async def settled(transfer: _core.Transfer) -> _core.Done:
+class InFlight(Protocol[Result]):
+    """What the core has in flight: a transfer, or a call."""
+
+    def done(self) -> bool: ...
+    def wait(self, timeout_ms: int) -> Result: ...
+    def cancel(self) -> bool: ...
+    def notify(self, notifier: _core.Notifier, token: int) -> bool: ...
+
+
+async def settled(transfer: InFlight[Result]) -> Result:
     """What ``transfer`` ends with, waited for in the running loop."""
     import asyncio
 
@@ -42,7 +53,7 @@ class _Completions:
         self._last = 0
         loop.add_reader(self._notifier.fileno(), self._collect)
 
-    def watch(self, transfer: _core.Transfer) -> int:
+    def watch(self, transfer: InFlight[object]) -> int:
         self._last += 1
         if transfer.notify(self._notifier, self._last):
             self._waiting[self._last] = None

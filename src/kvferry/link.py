@@ -14,11 +14,13 @@ from kvferry.errors import KvferryError, NodeClosed, Unsupported
 from kvferry.layers import LayerPush
 from kvferry.moves import BlockMap, Spans, Units
 from kvferry.names import Addresses, FarCache, Targets, is_window, target
-from kvferry.options import checked_timeout, transport_bit, truth
+from kvferry.options import LONGEST_MS, checked_timeout, transport_bit, truth
 from kvferry.records import CacheDescription, LinkStatistics, record
-from kvferry.transfer import Prepared, Transfer
+from kvferry.transfer import Answer, Prepared, Transfer
 
 if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
     from kvferry.node import Node
 
 __all__ = ["Link"]
@@ -301,6 +303,36 @@ class Link:
         :raises CacheNotFound: it stands for nothing.
         """
         return record(CacheDescription, self._core.describe(self._targets.of(source), checked_timeout(timeout_ms)))
+
+    # --- calls -------------------------------------------------------------------------------------------------------
+
+    def call(self, payload: "Buffer", timeout_ms: int = 1000) -> bytes:
+        """Sends a message to the code that answers calls at the peer (:meth:`kvferry.Node.next_call`) and returns the answer.
+
+        ``payload``: bytes or something contiguous like them, at most 64 MiB. Either side of a link may call. Calls that are
+        made at the same time go over connections of their own, up to ``lanes`` of the side that linked; more wait for one.
+
+        :raises DeadlineExceeded: no answer in time. The peer may have heard the call; its answer is not looked at any more.
+        :raises Unsupported: nobody answers calls there. :raises InvalidArgument: no bytes, or too many of them.
+        :raises PeerLost: the peer went away; it may have heard the call. :raises InternalError: the code there dropped it.
+        """
+        if timeout_ms.__class__ is not int or not 0 <= timeout_ms <= LONGEST_MS:
+            timeout_ms = checked_timeout(timeout_ms)
+        return self._core.call(payload, timeout_ms)
+
+    def call_async(self, payload: "Buffer", timeout_ms: int = 1000) -> Answer:
+        """Starts a :meth:`call` with a copy of ``payload`` and returns at once; ``await`` what it returns, or wait for it."""
+        return Answer(self._core.call_async(payload, checked_timeout(timeout_ms)), self)
+
+    def send(self, payload: "Buffer", timeout_ms: int = 1000) -> None:
+        """Sends a message that nobody answers, and does not wait.
+
+        It is lost, and nobody hears of that, if it cannot be sent within ``timeout_ms``, if the link goes down, or if nobody
+        answers calls there. Messages over one link may arrive in another order than they were sent in.
+
+        :raises InvalidArgument: no bytes, or more than 64 MiB. :raises NotLinked: the link was down already (or PeerLost).
+        """
+        self._core.send(payload, checked_timeout(timeout_ms))
 
     # --- life --------------------------------------------------------------------------------------------------------
 

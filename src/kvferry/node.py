@@ -152,6 +152,32 @@ class Node:
         """The links that are up, those that peers opened among them."""
         return [self._wrapped(core) for core in self._core.links()]
 
+    # --- calls -------------------------------------------------------------------------------------------------------
+
+    def serve_calls(self) -> None:
+        """From now on what peers call waits for :meth:`next_call`, which says so itself when it is first called. Before, their
+        calls fail with Unsupported. Listen after this, and nobody hears that."""
+        self._core.serve_calls()
+
+    def next_call(self, timeout_ms: int) -> _core.Call | _core.LinkDown | None:
+        """The next message of a peer (:meth:`kvferry.Link.call`), read on this very thread; None if none came in time.
+
+        Any number of threads may wait here. Each :class:`Call` waits for its :meth:`Call.answer`; when one is dropped unanswered
+        (no variable names it any more), its asker hears that at once. A :class:`LinkDown` says, once, that a link over which
+        calls had come is down; those that nobody had taken yet are gone::
+
+            while not node.closed:
+                call = node.next_call(timeout_ms=1000)
+                if isinstance(call, kvferry.Call) and not call.one_way:
+                    call.answer(call.payload.upper())
+                call = None
+
+        :raises NodeClosed: the node is closed, also when that happens meanwhile.
+        """
+        if timeout_ms.__class__ is not int or not 0 <= timeout_ms <= LONGEST_MS:
+            timeout_ms = checked_timeout(timeout_ms)
+        return self._core.next_call(timeout_ms)
+
     # --- memory ------------------------------------------------------------------------------------------------------
 
     def register(self, name: str, tensors: Any, *, layout: str = "blocks", keys: Keys = None) -> Cache:

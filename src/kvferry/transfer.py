@@ -1,32 +1,27 @@
-"""Operations in flight, and pulls that are prepared to be run again and again.
+"""Operations in flight, transfers and calls, and pulls that are prepared to be run again and again.
 
 The core does the work and knows the end; these are the ways to wait for it: with a time limit, by polling, or by await.
 """
 
 from collections.abc import Generator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from kvferry import _core
-from kvferry.completion import settled
+from kvferry.completion import InFlight, settled
 from kvferry.options import LONGEST_MS, checked_timeout
 
 if TYPE_CHECKING:
     from kvferry.link import Link
 
-__all__ = ["Prepared", "Transfer"]
+__all__ = ["Answer", "Prepared", "Transfer"]
+
+Result = TypeVar("Result")
 
 
-class Transfer:
-    """A pull or push in flight; made by ``link.pull_async`` and ``link.push_async``, and awaitable.
-
-    When a pull has ended, in whatever way, no byte of its destination is written on its behalf any more; when a push has
-    failed, ``destination_settled`` of its error says whether that is known. Dropping this object does not end the
-    operation; its own deadline does.
-    """
-
+class _Awaitable(Generic[Result]):
     __slots__ = ("_core", "_link")
 
-    def __init__(self, core: _core.Transfer, link: "Link") -> None:
+    def __init__(self, core: InFlight[Result], link: "Link") -> None:
         self._core = core
         self._link = link  # the link, and with it the node, lives as long as this
 
@@ -34,7 +29,7 @@ class Transfer:
         """Whether it has ended, in whatever way; never waits."""
         return self._core.done()
 
-    def wait(self, timeout_ms: int | None = None) -> _core.Done:
+    def wait(self, timeout_ms: int | None = None) -> Result:
         """Waits until it ends, for ``timeout_ms`` at most; None: until its own deadline ends it at the latest.
 
         :raises DeadlineExceeded: with ``done()`` False, the wait is over and the operation goes on: wait again or
@@ -49,13 +44,33 @@ class Transfer:
         hand. Waiting for it then raises Cancelled, or gives the result if the end came first."""
         return self._core.cancel()
 
-    def __await__(self) -> Generator[Any, None, _core.Done]:
+    def __await__(self) -> Generator[Any, None, Result]:
         """Waits in the running asyncio loop. A task that is cancelled here cancels the operation and waits until it has
         stopped before it leaves, for every task that awaits it: to wait along without that, ``asyncio.shield`` it."""
         return settled(self._core).__await__()
 
     def __repr__(self) -> str:
-        return f"<Transfer with {self._link.peer}: {'ended' if self.done() else 'in flight'}>"
+        return f"<{type(self).__name__} with {self._link.peer}: {'ended' if self.done() else 'in flight'}>"
+
+
+class Transfer(_Awaitable[_core.Done]):
+    """A pull or push in flight; made by ``link.pull_async`` and ``link.push_async``, and awaitable.
+
+    When a pull has ended, in whatever way, no byte of its destination is written on its behalf any more; when a push has
+    failed, ``destination_settled`` of its error says whether that is known. Dropping this object does not end the
+    operation; its own deadline does.
+    """
+
+    __slots__ = ()
+
+
+class Answer(_Awaitable[bytes]):
+    """The answer to a call, on its way; made by ``link.call_async``, and awaitable. Waiting for it gives its bytes.
+
+    Dropping this object does not end the call; its own deadline does. A call that is cancelled may have been heard.
+    """
+
+    __slots__ = ()
 
 
 class Prepared:
