@@ -16,6 +16,7 @@
 #include "../core/host.hpp"
 #include "../core/interrupt.hpp"
 #include "../core/node.hpp"
+#include "../core/room.hpp"
 #include "../core/sentence.hpp"
 #include "gil.hpp"
 
@@ -424,6 +425,10 @@ NB_MODULE(_core, m) {
     d["cores"] = report.cores;
     return d;
   });
+  m.def("memory_room", [](bool with_swap) {
+    const auto room = memory_room("", with_swap);
+    return nb::make_tuple(room.bytes, room.of);
+  }, "with_swap"_a);
 
   nb::class_<Target>(m, "Target")
       .def_static("by_id", [](std::uint64_t id) { return Target{Target::By::id, id, 0, {}, {}}; })

@@ -103,9 +103,9 @@ std::uint64_t left_in(const Hierarchy& hierarchy, const std::string& folder, std
 
 }  // namespace
 
-Room memory_room(const std::string& root) {
+Room memory_room(const std::string& root, bool with_swap) {
   const auto meminfo = root + "/proc/meminfo";
-  const auto swap_free = named_in(meminfo, "SwapFree:").value_or(0) * 1024;
+  const auto swap_free = with_swap ? named_in(meminfo, "SwapFree:").value_or(0) * 1024 : 0;
   Room room;
   if (const auto available = named_in(meminfo, "MemAvailable:")) room = {*available * 1024 + swap_free, "this machine"};
   for (const auto& hierarchy : hierarchies(root)) {

@@ -12,7 +12,8 @@ struct Room {
   std::string of;                    // whose: "this machine", "the memory cgroup /sys/fs/cgroup/a"
 };
 
-// `root` stands before every path that is read: a test has a tree of its own there.
-Room memory_room(const std::string& root = "");
+// `root` stands before every path that is read: a test has a tree of its own there. Without swap only what can be had
+// without pushing anybody's pages out counts.
+Room memory_room(const std::string& root = "", bool with_swap = true);
 
 }  // namespace kvferry

@@ -28,6 +28,7 @@ static void without_cgroups_the_machine_is_asked() {
   CHECK(tree.room().bytes == 8000 * 1024 && tree.room().of == "this machine");
   tree.write("/proc/meminfo", "MemAvailable: 8000 kB\nSwapFree: 100 kB\n");
   CHECK(tree.room().bytes == 8100 * 1024);
+  CHECK(memory_room(tree.root, false).bytes == 8000 * 1024);
   CHECK(memory_room("/nowhere").bytes == UINT64_MAX && memory_room("/nowhere").of.empty());
 }
 
@@ -57,6 +58,7 @@ static void swap_counts_as_far_as_the_group_may_use_it() {
   tree.write("/sys/fs/cgroup/a/memory.max", "500000\n");
   tree.write("/sys/fs/cgroup/a/memory.current", "200000\n");
   CHECK(tree.room().bytes == 300000 + 1000 * 1024);
+  CHECK(memory_room(tree.root, false).bytes == 300000);
   tree.write("/sys/fs/cgroup/a/memory.swap.max", "0\n");
   tree.write("/sys/fs/cgroup/a/memory.swap.current", "0\n");
   CHECK(tree.room().bytes == 300000);

@@ -42,6 +42,9 @@ def host_report() -> dict[str, Any]:
     """What `kvferry doctor` prints: kernel, boot_id, cores, yama_scope (None: no Yama), memfd_seals (bool), and for map, cma
     and socket "ok", or why not and what to change."""
 
+def memory_room(with_swap: bool) -> tuple[int, str]:
+    """How many bytes more this process may use, and by whom that is limited: "this machine", "the memory cgroup …"."""
+
 @final
 class Target:
     """What a pull or push names on the far side."""

@@ -6,6 +6,7 @@ that names it. Whether a number makes sense is for the core to say.
 
 import operator
 import os
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -79,6 +80,38 @@ def format_address(host: str, port: int) -> str:
     '[::1]:7000'
     """
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?)B?|B)?", re.ASCII | re.IGNORECASE)
+
+
+def parse_size(what: str, size: int | str) -> int:
+    """Bytes: a whole number above 0, or a word with a unit of 1024 (KiB, K) or 1000 (KB).
+
+    >>> parse_size("memory", "8GiB"), parse_size("memory", "1.5 MB"), parse_size("memory", "64k"), parse_size("memory", 7)
+    (8589934592, 1500000, 65536, 7)
+    """
+    if not isinstance(size, str):
+        return whole(what, size, 1)
+    found = _SIZE.fullmatch(size.strip())
+    if found is None:
+        raise InvalidArgument(f"{what}={shown(size)} is no size; write bytes, or a number with a unit, as in '8GiB'")
+    number, letter, binary = found.groups()
+    decimal = letter and not binary and size.strip()[-1] in "bB"
+    unit = (1000 if decimal else 1024) ** " KMGT".index(letter.upper()) if letter else 1
+    return whole(what, int(float(number) * unit) if "." in number else int(number) * unit, 1)
+
+
+def format_size(size_bytes: int) -> str:
+    """A size as a person reads it.
+
+    >>> format_size(8 << 30), format_size(5_800_000_000), format_size(700)
+    ('8.0 GiB', '5.4 GiB', '700 bytes')
+    """
+    for power, unit in ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")):
+        if size_bytes >= 1 << power:
+            return f"{size_bytes / (1 << power):.1f} {unit}"
+    return f"{size_bytes} bytes"
 
 
 def shown(value: object) -> str:
