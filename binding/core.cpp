@@ -664,6 +664,14 @@ NB_MODULE(_core, m) {
         const auto deadline = deadline_of(timeout_ms);
         return PyLink{self.node, waiting([&] { return self.node->connect(host, static_cast<std::uint16_t>(port), deadline); })};
       }, "host"_a, "port"_a, "timeout_ms"_a)
+      .def("listen_unix", [](PyNode& self, const std::string& path) {
+        const WithoutGil released;
+        return self.node->listen_unix(path).path;
+      }, "path"_a)
+      .def("connect_unix", [](PyNode& self, const std::string& path, std::int64_t timeout_ms) {
+        const auto deadline = deadline_of(timeout_ms);
+        return PyLink{self.node, waiting([&] { return self.node->connect_unix(path, deadline); })};
+      }, "path"_a, "timeout_ms"_a)
       .def("links", [](PyNode& self) {
         std::vector<PyLink> links;
         for (auto& link : self.node->links()) links.push_back({self.node, link});

@@ -24,6 +24,7 @@ void ListeningSocket::arm() { node_.engine.reactor.rearm(token_, descriptor_.get
 void ListeningSocket::stop() noexcept {
   node_.engine.reactor.forget(token_, descriptor_.get());
   descriptor_.reset();
+  file_.reset();
 }
 
 void ListeningSocket::ready(std::uint32_t) {
@@ -52,17 +53,20 @@ void ListeningSocket::ready(std::uint32_t) {
   arm();
 }
 
-Endpoint start_listening(NodeInner& node, const std::string& host, std::uint16_t port) {
+Endpoint start_listening(NodeInner& node, const Endpoint& at) {
   const std::lock_guard lock(node.listen_mutex);
   if (node.tcp_listener) throw Error(Kind::invalid_argument, "this node listens already, on " + node.tcp_listener->endpoint().text());
   const auto retired = std::find_if(node.retired_listeners.begin(), node.retired_listeners.end(),
-                                    [&](const auto& one) { return port != 0 && one->host == host && one->endpoint().port == port; });
+                                    [&](const auto& one) {
+                                      const auto there = one->endpoint();
+                                      return at.path.empty() ? at.port != 0 && one->host == at.host && there.port == at.port : there.path == at.path;
+                                    });
   std::shared_ptr<ListeningSocket> tcp;
   if (retired != node.retired_listeners.end()) {  // it is there still, for the lanes of links
     tcp = std::move(*retired);
     node.retired_listeners.erase(retired);
   } else {
-    tcp = std::make_shared<ListeningSocket>(node, listen_tcp(host, port), false, host);
+    tcp = std::make_shared<ListeningSocket>(node, at.path.empty() ? listen_tcp(at.host, at.port) : listen_unix(at.path), false, at.host);
   }
   if (!node.unix_listener) {
     std::string name = "kvferry-";
@@ -141,7 +145,7 @@ void Incoming::ready(std::uint32_t) {
       }
     }
   } catch (const wire::WireError& error) {
-    node_.engine.log.add("warning", "a connection from " + (from_->is_unix ? "this host" : peer_endpoint(descriptor_.get()).text()) + " was closed: " + error.what());
+    node_.engine.log.add("warning", "a connection from " + (peer_endpoint(descriptor_.get()).host.empty() ? "this host" : peer_endpoint(descriptor_.get()).text()) + " was closed: " + error.what());
   } catch (const Error& error) {
     refuse(error.outcome());
   }
@@ -180,7 +184,8 @@ bool Incoming::on_hello(const Frame& frame) {
                                                : "the listening node has a secret, the linking one has none: configure the same on both");
   pending_ = std::make_shared<Pending>();
   pending_->hello = said;
-  pending_->endpoint = peer_endpoint(descriptor_.get());
+  const auto here = from_->endpoint();
+  pending_->endpoint = here.path.empty() ? peer_endpoint(descriptor_.get()) : here;  // who dials a path has none itself
   auto& challenge = pending_->challenge;
   challenge.node_id = options.node_id;
   challenge.instance = node_.instance;
@@ -229,8 +234,8 @@ bool Incoming::on_auth(const Frame& frame) {
   if (!options.secret.empty() && !equal_in_constant_time(said.proof, hello::proof(options.secret, "kvferry dialler", pending_->hello, pending_->challenge)))
     throw Error(Kind::refused, "the secrets of the two nodes differ");
   const bool local_done = said.local_done && pending_->local.has_value();
-  const auto credentials = local_done ? pending_->local->credentials : Credentials{};
-  if (const auto refusal = node_.default_refusal(pending_->endpoint, local_done, credentials); !refusal.empty()) throw Error(Kind::refused, refusal);
+  const auto credentials = local_done ? pending_->local->credentials : peer_credentials(descriptor_.get());
+  if (const auto refusal = node_.default_refusal(pending_->endpoint, credentials); !refusal.empty()) throw Error(Kind::refused, refusal);
   check_takes_links();
   node_.refuse_namesake(pending_->hello);
   if (!local_done) pending_->local.reset();

@@ -12,13 +12,15 @@ namespace {
 struct Dialler {
   NodeInner* node;
   hello::Token token;
-  std::string unix_name;  // "" : TCP
+  std::string unix_name;  // "" : as the link was dialled
   Endpoint endpoint;
 
   Descriptor dial(LaneUse use, bool reverse, std::vector<std::uint8_t>& first) const {
     Descriptor descriptor;
     try {
-      descriptor = unix_name.empty() ? start_dial_tcp(endpoint.host, endpoint.port) : dial_abstract(unix_name, Deadline{0});
+      descriptor = !unix_name.empty()     ? dial_abstract(unix_name, Deadline{0})
+                   : endpoint.path.empty() ? start_dial_tcp(endpoint.host, endpoint.port)
+                                           : dial_unix(endpoint.path, Deadline{0});
     } catch (const Error&) {  // no descriptor: whoever needs the lane tries again, and its deadline says when to stop
     }
     if (descriptor) tune_lane(descriptor.get());
@@ -97,9 +99,10 @@ LocalStep do_local_step(NodeInner& node, const hello::Challenge& challenge, cons
   return step;
 }
 
-std::shared_ptr<Link> converse(NodeInner& node, Descriptor tcp, const Deadline& deadline) {
+std::shared_ptr<Link> converse(NodeInner& node, Descriptor tcp, const Endpoint& at, const Deadline& deadline) {
   const auto& options = node.engine.options;
-  const auto endpoint = peer_endpoint(tcp.get());
+  auto endpoint = peer_endpoint(tcp.get());
+  if (!at.path.empty()) endpoint.path = at.path;  // its listener may know it by another one
   tune_lane(tcp.get());
   hello::Hello said;
   said.node_id = options.node_id;
@@ -115,8 +118,8 @@ std::shared_ptr<Link> converse(NodeInner& node, Descriptor tcp, const Deadline& 
     throw Error(Kind::refused, "the secrets of the two nodes differ");
 
   auto step = do_local_step(node, challenge, deadline);
-  const auto credentials = step.facts ? step.facts->credentials : Credentials{};
-  if (const auto refusal = node.default_refusal(endpoint, step.facts.has_value(), credentials); !refusal.empty())
+  const auto credentials = step.facts ? step.facts->credentials : peer_credentials(tcp.get());
+  if (const auto refusal = node.default_refusal(endpoint, credentials); !refusal.empty())
     throw Error(Kind::refused, refusal + (step.why_not.empty() ? "" : " (" + step.why_not + ")"));
   hello::Auth auth;
   auth.local_done = step.facts.has_value();
@@ -142,10 +145,10 @@ std::shared_ptr<Link> converse(NodeInner& node, Descriptor tcp, const Deadline& 
 
 }  // namespace
 
-std::shared_ptr<Link> dial_link(NodeInner& node, const std::string& host, std::uint16_t port, const Deadline& deadline) {
-  const auto where = host + ":" + std::to_string(port);
+std::shared_ptr<Link> dial_link(NodeInner& node, const Endpoint& at, const Deadline& deadline) {
+  const auto where = at.path.empty() ? at.host + ":" + std::to_string(at.port) : at.text();
   try {
-    return converse(node, dial_tcp(host, port, deadline), deadline);
+    return converse(node, at.path.empty() ? dial_tcp(at.host, at.port, deadline) : dial_unix(at.path, deadline), at, deadline);
   } catch (const wire::WireError& error) {
     throw Error({Kind::link_failed, where + " does not speak kvferry's protocol: " + error.what(), false, true}, where, "", "link");
   } catch (const Error& error) {

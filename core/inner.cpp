@@ -287,14 +287,14 @@ hello::Local NodeInner::local_facts(const hello::Token& token) const {
   return local;
 }
 
-std::string NodeInner::default_refusal(const Endpoint& endpoint, bool local_done, const Credentials& credentials) const {
+std::string NodeInner::default_refusal(const Endpoint& endpoint, const std::optional<Credentials>& credentials) const {
   if (!engine.options.secret.empty() || !endpoint.loopback) return {};
-  if (!local_done)
+  if (!credentials)
     return "without a shared secret a process of this host must show under which user it runs, and its Unix socket could not be reached: "
            "configure the same secret on both nodes";
-  if (credentials.uid != ::geteuid())
+  if (credentials->uid != ::geteuid())
     return sentence("without a shared secret two processes of one host must run under one user, and these run under uid ", ::geteuid(),
-                    " and uid ", credentials.uid, ": configure the same secret on both nodes");
+                    " and uid ", credentials->uid, ": configure the same secret on both nodes");
   return {};
 }
 

@@ -19,7 +19,9 @@ class NodeInner;
 class ListeningSocket : public Watcher, public std::enable_shared_from_this<ListeningSocket> {
  public:
   ListeningSocket(NodeInner& node, Descriptor descriptor, bool unix_socket, std::string asked_host = {})
-      : is_unix(unix_socket), host(std::move(asked_host)), node_(node), descriptor_(std::move(descriptor)) {}
+      : is_unix(unix_socket), host(std::move(asked_host)), node_(node), descriptor_(std::move(descriptor)) {
+    if (const auto path = endpoint().path; !path.empty()) file_.emplace(path);
+  }
   void start();
   void arm();
   void stop() noexcept;
@@ -27,13 +29,14 @@ class ListeningSocket : public Watcher, public std::enable_shared_from_this<List
   bool started() const noexcept { return token_ != 0; }
   Endpoint endpoint() const { return local_endpoint(descriptor_.get()); }
 
-  const bool is_unix;
+  const bool is_unix;                  // the abstract one, for local steps and lanes alone
   const std::string host;              // as it was asked for
   std::atomic<bool> takes_links{true};  // else only lanes of links that are up
 
  private:
   NodeInner& node_;
   Descriptor descriptor_;
+  std::optional<SocketFile> file_;
   Reactor::Token token_ = 0;
 };
 
@@ -68,7 +71,7 @@ class NodeInner : public std::enable_shared_from_this<NodeInner> {
   std::int64_t tick(std::int64_t now);
   PeerFacts facts_of(const hello::Hello& hello, std::optional<PeerFacts> local, const Endpoint& endpoint) const;
   hello::Local local_facts(const hello::Token& token) const;
-  std::string default_refusal(const Endpoint& endpoint, bool local_done, const Credentials& credentials) const;  // "" if allowed
+  std::string default_refusal(const Endpoint& endpoint, const std::optional<Credentials>& credentials) const;  // "" if allowed
 
   void forget_calls_of(const std::shared_ptr<Link>& link);  // it is down
 
@@ -81,7 +84,7 @@ class NodeInner : public std::enable_shared_from_this<NodeInner> {
   unsigned threads = 0, helpers = 0;
 
   std::mutex listen_mutex;
-  std::shared_ptr<ListeningSocket> tcp_listener, unix_listener;
+  std::shared_ptr<ListeningSocket> tcp_listener, unix_listener;  // the first may be a socket in the file system
   std::vector<std::shared_ptr<ListeningSocket>> retired_listeners;  // links that are up open their lanes there
   std::atomic<bool> any_retired{false};
   std::string unix_name;
@@ -169,8 +172,9 @@ class Incoming : public Watcher, public std::enable_shared_from_this<Incoming> {
 inline constexpr std::int64_t hello_timeout_ms = 5000;
 inline constexpr int most_incoming = 512;
 
-Endpoint start_listening(NodeInner& node, const std::string& host, std::uint16_t port);
+// `at`: host and port, or a path.
+Endpoint start_listening(NodeInner& node, const Endpoint& at);
 void stop_listening(NodeInner& node);
-std::shared_ptr<Link> dial_link(NodeInner& node, const std::string& host, std::uint16_t port, const Deadline& deadline);
+std::shared_ptr<Link> dial_link(NodeInner& node, const Endpoint& at, const Deadline& deadline);
 
 }  // namespace kvferry

@@ -83,7 +83,12 @@ Registry& Node::registry() { return engine().registry; }
 
 Endpoint Node::listen(const std::string& host, std::uint16_t port) {
   engine();
-  return start_listening(*inner_, host, port);
+  return start_listening(*inner_, {host, port, false, {}});
+}
+
+Endpoint Node::listen_unix(const std::string& path) {
+  engine();
+  return start_listening(*inner_, {{}, 0, true, path});
 }
 
 void Node::stop_listening() {
@@ -93,7 +98,12 @@ void Node::stop_listening() {
 
 std::shared_ptr<Link> Node::connect(const std::string& host, std::uint16_t port, Deadline deadline) {
   engine();
-  return dial_link(*inner_, host, port, deadline);
+  return dial_link(*inner_, {host, port, false, {}}, deadline);
+}
+
+std::shared_ptr<Link> Node::connect_unix(const std::string& path, Deadline deadline) {
+  engine();
+  return dial_link(*inner_, {{}, 0, true, path}, deadline);
 }
 
 std::vector<std::shared_ptr<Link>> Node::links() const { return closed() ? std::vector<std::shared_ptr<Link>>{} : inner_->links(); }

@@ -1,6 +1,7 @@
 #include "socket.hpp"
 
 #include <arpa/inet.h>
+#include <fcntl.h>
 #include <cerrno>
 #include <cstddef>
 #include <cstring>
@@ -8,7 +9,9 @@
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <poll.h>
+#include <sys/file.h>
 #include <sys/socket.h>
+#include <sys/stat.h>
 #include <sys/syscall.h>
 #include <sys/un.h>
 #include <unistd.h>
@@ -81,6 +84,42 @@ sockaddr_un abstract_address(const std::string& name, socklen_t& length) {
   return address;
 }
 
+sockaddr_un path_address(const std::string& path) {
+  sockaddr_un address{};
+  address.sun_family = AF_UNIX;
+  constexpr auto most = sizeof address.sun_path - 1;
+  if (path.empty() || path[0] != '/' || path.find('\0') != std::string::npos)
+    throw Error(Kind::invalid_argument, "'" + path + "' is not the absolute path of a socket");
+  if (path.size() > most)
+    throw Error(Kind::invalid_argument, "the path of a socket may have " + std::to_string(most) + " bytes, and '" + path + "' has " +
+                                            std::to_string(path.size()) + ": use a shorter one, in $XDG_RUNTIME_DIR or /tmp say");
+  std::memcpy(address.sun_path, path.data(), path.size());
+  return address;
+}
+
+// Nobody else who keeps to this replaces or removes a socket in that folder meanwhile. A lock that somebody keeps for long is
+// not waited for: then two that start at one moment may take each other's place.
+class FolderLock {
+ public:
+  explicit FolderLock(const std::string& path) {
+    const auto slash = path.rfind('/');
+    folder_ = Descriptor(::open(slash == 0 ? "/" : path.substr(0, slash).c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+    for (int ms = 0; folder_ && ::flock(folder_.get(), LOCK_EX | LOCK_NB) != 0 && ms < 1000; ++ms) ::usleep(1000);
+  }
+
+ private:
+  Descriptor folder_;
+};
+
+// Whether nobody listens at a socket's file.
+bool stale(const sockaddr_un& address) {
+  struct stat st{};
+  if (::lstat(address.sun_path, &st) != 0) return errno == ENOENT;
+  if (!S_ISSOCK(st.st_mode)) return false;
+  const Descriptor fd(::socket(AF_UNIX, socket_flags, 0));
+  return fd && ::connect(fd.get(), reinterpret_cast<const sockaddr*>(&address), sizeof address) != 0 && errno == ECONNREFUSED;
+}
+
 bool wait_for(int fd, short events, const Deadline& deadline) {
   for (;;) {
     pollfd p{fd, events, 0};
@@ -101,7 +140,7 @@ Descriptor finish_dial(Descriptor fd, const Deadline& deadline, const std::strin
   return fd;
 }
 
-Endpoint endpoint_of(const sockaddr_storage& address) {
+Endpoint endpoint_of(const sockaddr_storage& address, socklen_t length) {
   Endpoint endpoint;
   char text[INET6_ADDRSTRLEN] = "";
   if (address.ss_family == AF_INET) {
@@ -116,7 +155,10 @@ Endpoint endpoint_of(const sockaddr_storage& address) {
     const bool mapped_loopback = IN6_IS_ADDR_V4MAPPED(&v6.sin6_addr) && v6.sin6_addr.s6_addr[12] == 127;
     endpoint.loopback = IN6_IS_ADDR_LOOPBACK(&v6.sin6_addr) || mapped_loopback;
   } else {
-    endpoint.loopback = true;  // Unix
+    endpoint.loopback = true;
+    const auto& here = reinterpret_cast<const sockaddr_un&>(address);
+    const auto bytes = length > offsetof(sockaddr_un, sun_path) ? length - offsetof(sockaddr_un, sun_path) : 0;
+    if (bytes > 0 && here.sun_path[0] == '/') endpoint.path.assign(here.sun_path, ::strnlen(here.sun_path, bytes));
   }
   endpoint.host = text;
   return endpoint;
@@ -125,6 +167,7 @@ Endpoint endpoint_of(const sockaddr_storage& address) {
 }  // namespace
 
 std::string Endpoint::text() const {
+  if (!path.empty()) return "unix:" + path;
   const bool v6 = host.find(':') != std::string::npos;
   return (v6 ? "[" + host + "]" : host) + ":" + std::to_string(port);
 }
@@ -154,6 +197,47 @@ Descriptor listen_abstract(const std::string& name) {
   return fd;
 }
 
+Descriptor listen_unix(const std::string& path) {
+  const auto address = path_address(path);
+  const FolderLock lock(path);
+  Descriptor fd(::socket(AF_UNIX, socket_flags, 0));
+  if (!fd) throw Error(Kind::busy, std::string("no socket to listen on: ") + std::strerror(errno));
+  const auto bound = [&] { return ::bind(fd.get(), reinterpret_cast<const sockaddr*>(&address), sizeof address) == 0; };
+  bool done = bound();
+  if (!done && errno == EADDRINUSE && stale(address)) {
+    ::unlink(path.c_str());
+    done = bound();
+  }
+  if (!done) {
+    const int error = errno;
+    if (error == EADDRINUSE) throw Error(Kind::address_in_use, "cannot listen on unix:" + path + ": somebody listens there, or it is another file");
+    throw Error(Kind::invalid_argument, "cannot listen on unix:" + path + ": " + std::strerror(error));
+  }
+  // Nobody can connect before it listens, with whatever mode the umask has given it.
+  if (::chmod(path.c_str(), 0600) != 0 || ::listen(fd.get(), 1024) != 0) {
+    const int error = errno;
+    ::unlink(path.c_str());
+    throw Error(Kind::invalid_argument, "cannot listen on unix:" + path + ": " + std::strerror(error));
+  }
+  return fd;
+}
+
+SocketFile::SocketFile(std::string path) : path_(std::move(path)) {
+  struct stat st{};
+  if (::lstat(path_.c_str(), &st) == 0) device_ = st.st_dev, inode_ = st.st_ino;
+}
+
+SocketFile::~SocketFile() {
+  if (generation_ != process_generation() || !ours()) return;
+  const FolderLock lock(path_);
+  if (ours()) ::unlink(path_.c_str());
+}
+
+bool SocketFile::ours() const noexcept {
+  struct stat st{};
+  return ::lstat(path_.c_str(), &st) == 0 && S_ISSOCK(st.st_mode) && st.st_dev == device_ && st.st_ino == inode_;
+}
+
 Descriptor dial_tcp(const std::string& host, std::uint16_t port, const Deadline& deadline) {
   const auto resolved = resolve_host(host, port, 0, deadline);
   const auto where = host + ":" + std::to_string(port);
@@ -180,21 +264,31 @@ Descriptor dial_tcp(const std::string& host, std::uint16_t port, const Deadline&
   throw Error(Kind::link_failed, "cannot reach " + where + ": " + last);
 }
 
-Descriptor dial_abstract(const std::string& name, const Deadline& deadline) {
+namespace {
+Descriptor dial(const sockaddr_un& address, socklen_t length, const Deadline& deadline, const std::string& failed) {
   for (;;) {
     Descriptor fd(::socket(AF_UNIX, socket_flags, 0));
     if (!fd) {
       if (errno == EMFILE || errno == ENFILE) throw Error(Kind::busy, "out of descriptors: no Unix socket can be had");
       throw Error(Kind::link_failed, std::string("no Unix socket: ") + std::strerror(errno));
     }
-    socklen_t length;
-    const auto address = abstract_address(name, length);
     if (::connect(fd.get(), reinterpret_cast<const sockaddr*>(&address), length) == 0) return fd;
     if (errno != EAGAIN || deadline.passed())  // EAGAIN: the listener's backlog is full
-      throw Error(Kind::link_failed, std::string("its Unix socket does not answer: ") + std::strerror(errno));
+      throw Error(Kind::link_failed, failed + ": " + std::strerror(errno));
     if (Interruptible::asked_now_and_then()) throw Error(Kind::cancelled, "interrupted while waiting");
     ::usleep(1000);
   }
+}
+}  // namespace
+
+Descriptor dial_abstract(const std::string& name, const Deadline& deadline) {
+  socklen_t length;
+  const auto address = abstract_address(name, length);
+  return dial(address, length, deadline, "its Unix socket does not answer");
+}
+
+Descriptor dial_unix(const std::string& path, const Deadline& deadline) {
+  return dial(path_address(path), sizeof(sockaddr_un), deadline, "cannot reach unix:" + path);
 }
 
 Descriptor start_dial_tcp(const std::string& numeric_host, std::uint16_t port) {
@@ -218,20 +312,21 @@ Endpoint local_endpoint(int fd) {
   sockaddr_storage address{};
   socklen_t length = sizeof address;
   ::getsockname(fd, reinterpret_cast<sockaddr*>(&address), &length);
-  return endpoint_of(address);
+  return endpoint_of(address, length);
 }
 
 Endpoint peer_endpoint(int fd) {
   sockaddr_storage address{};
   socklen_t length = sizeof address;
   ::getpeername(fd, reinterpret_cast<sockaddr*>(&address), &length);
-  return endpoint_of(address);
+  return endpoint_of(address, length);
 }
 
-std::optional<Credentials> peer_credentials(int unix_fd) {
+std::optional<Credentials> peer_credentials(int fd) {
   ucred cred{};
   socklen_t length = sizeof cred;
-  if (getsockopt(unix_fd, SOL_SOCKET, SO_PEERCRED, &cred, &length) != 0) return std::nullopt;
+  if (getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &cred, &length) != 0) return std::nullopt;
+  if (cred.uid == static_cast<uid_t>(-1)) return std::nullopt;  // no Unix socket
   return Credentials{cred.pid, cred.uid};
 }
 

@@ -24,9 +24,13 @@ struct Credentials {
 // `host` is a numeric address or a name; port 0 lets the kernel choose. Throws Error(address_in_use | invalid_argument).
 Descriptor listen_tcp(const std::string& host, std::uint16_t port);
 Descriptor listen_abstract(const std::string& name);
+// A socket in the file system: `path` is absolute; mode 0600. A file that nobody listens at any more is replaced, a live one
+// is Error(address_in_use).
+Descriptor listen_unix(const std::string& path);
 // Non-blocking sockets. dial_* with a deadline waits until connected: Error(link_failed | deadline | cancelled).
 Descriptor dial_tcp(const std::string& host, std::uint16_t port, const Deadline& deadline);
 Descriptor dial_abstract(const std::string& name, const Deadline& deadline);
+Descriptor dial_unix(const std::string& path, const Deadline& deadline);
 // Starts connecting and returns; writes wait until the kernel has connected. Empty if it failed at once.
 Descriptor start_dial_tcp(const std::string& numeric_host, std::uint16_t port);
 Descriptor accept_on(int listener, int& error);  // empty: error says why
@@ -34,12 +38,27 @@ Descriptor accept_on(int listener, int& error);  // empty: error says why
 struct Endpoint {
   std::string host;
   std::uint16_t port = 0;
-  bool loopback = false;
-  std::string text() const;  // "127.0.0.1:7000", "[::1]:7000"
+  bool loopback = false;  // or a Unix socket
+  std::string path;       // of a socket in the file system; then there is no host and no port
+  std::string text() const;  // "127.0.0.1:7000", "[::1]:7000", "unix:/run/kv.sock"
+};
+// The file of a socket that was bound there; removed with this, unless it is another's by now.
+class SocketFile {
+ public:
+  explicit SocketFile(std::string path);
+  ~SocketFile();
+  SocketFile(const SocketFile&) = delete;
+  SocketFile& operator=(const SocketFile&) = delete;
+
+ private:
+  bool ours() const noexcept;
+  std::string path_;
+  std::uint64_t device_ = 0, inode_ = 0;
+  std::uint32_t generation_ = process_generation();  // a forked child leaves it to its parent
 };
 Endpoint local_endpoint(int fd);
 Endpoint peer_endpoint(int fd);
-std::optional<Credentials> peer_credentials(int unix_fd);
+std::optional<Credentials> peer_credentials(int fd);  // of a Unix socket; of others the kernel knows none
 Descriptor peer_pidfd(int unix_fd, std::int64_t pid);  // SO_PEERPIDFD where there is one; empty if it cannot be had
 
 bool closed_by_peer(int fd);  // or lost; false as long as there is something to read, or it is still connecting

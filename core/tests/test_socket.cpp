@@ -206,7 +206,34 @@ static void a_dial_that_was_only_started_may_fail_later() {
   CHECK(!start_dial_tcp("not a number", 1));
 }
 
+static void sockets_have_files() {
+  char folder[] = "/tmp/kvferry-test-XXXXXX";
+  CHECK(::mkdtemp(folder) != nullptr);
+  const auto path = std::string(folder) + "/s";
+  {
+    const auto listener = listen_unix(path);
+    const SocketFile file(path);
+    CHECK(local_endpoint(listener.get()).path == path && local_endpoint(listener.get()).text() == "unix:" + path);
+    CHECK(dial_unix(path, Deadline::after_ms(1000)));
+    CHECK_FAILS(Kind::address_in_use, "somebody listens", listen_unix(path));
+  }
+  CHECK_FAILS(Kind::link_failed, "No such file", dial_unix(path, Deadline::after_ms(10)));  // it went with its socket
+  { const auto left = listen_unix(path); }
+  CHECK_FAILS(Kind::link_failed, "refused", dial_unix(path, Deadline::after_ms(10)));
+  {
+    const SocketFile of_the_first(path);
+    const auto second = listen_unix(path);  // in place of what the first has left
+    CHECK(dial_unix(path, Deadline::after_ms(1000)));
+  }
+  ::unlink(path.c_str());
+  CHECK_FAILS(Kind::invalid_argument, "107 bytes", listen_unix(path + std::string(108, 'x')));
+  CHECK_FAILS(Kind::invalid_argument, "absolute", dial_unix("s", Deadline::after_ms(10)));
+  CHECK(!peer_credentials(listen_tcp("127.0.0.1", 0).get()));
+  CHECK(::rmdir(folder) == 0);
+}
+
 int main() {
+  sockets_have_files();
   frames_come_out_whole_however_they_arrive();
   a_frame_over_the_limit_is_refused_at_its_header();
   memory_grows_with_what_has_come();

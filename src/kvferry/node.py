@@ -28,7 +28,7 @@ from kvferry.options import (
     format_address,
     named,
     one_of,
-    parse_address,
+    parse_place,
     pool_options,
     random_node_id,
     secret_bytes,
@@ -51,7 +51,8 @@ class Node:
 
     =========================  =====================================================================================
     ``listen``                 ``"host:port"`` or ``"[v6]:port"`` where peers may link; port 0 takes a free one, see
-                               :attr:`address`. A node that only links to others needs none
+                               :attr:`address`; or ``"unix:path"``, a socket's file for processes of this user and host
+                               alone, and no port. A node that only links to others needs none
     ``node_id``                what peers call it; random unless given
     ``secret``                 what both ends of a link must know. Without one, peers of this host must run under the
                                same user
@@ -86,7 +87,7 @@ class Node:
         attach: str = "same",
         program: str = "",
     ) -> None:
-        where = None if listen is None else parse_address(listen)
+        where = None if listen is None else parse_place(listen)
         room = None if pool is None else pool_options(pool)
         core = _core.Node(
             node_id=random_node_id() if node_id is None else whole("node_id", node_id),
@@ -111,7 +112,7 @@ class Node:
                     size_bytes=room.size_bytes, page_shift=room.page_shift, segment_bytes=room.segment_bytes
                 )
             if where is not None:
-                self._address = format_address(*core.listen(*where))
+                self._address = self._listen(where)
         except BaseException:
             self.close()
             raise
@@ -119,11 +120,14 @@ class Node:
     # --- links -------------------------------------------------------------------------------------------------------
 
     def listen(self, address: str) -> str:
-        """Lets peers link at ``address``; returns it with the port that was taken.
+        """Lets peers link at ``address``; returns it with the port that was taken, or the whole path.
 
-        :raises AddressInUse: somebody else listens there.
+        A socket's file has mode 0600 and is removed when the node no longer listens. One that a process has left that
+        ended otherwise is replaced.
+
+        :raises AddressInUse: somebody else listens there, or it is a file of another sort.
         """
-        self._address = format_address(*self._core.listen(*parse_address(address)))
+        self._address = self._listen(parse_place(address))
         return self._address
 
     def stop_listening(self) -> None:
@@ -144,8 +148,10 @@ class Node:
         :raises AlreadyLinked: another live node with this one's ``node_id`` is linked to that one.
         :raises DeadlineExceeded: time was up. :raises KeyboardInterrupt: there is no link.
         """
-        host, port = parse_address(address)
-        return self._wrapped(self._core.connect(host, port, checked_timeout(timeout_ms)))
+        where, timeout_ms = parse_place(address), checked_timeout(timeout_ms)
+        if isinstance(where, str):
+            return self._wrapped(self._core.connect_unix(where, timeout_ms))
+        return self._wrapped(self._core.connect(*where, timeout_ms))
 
     @property
     def links(self) -> list[Link]:
@@ -366,6 +372,11 @@ class Node:
     def __repr__(self) -> str:
         where = f" at {self._address}" if self._address else ""
         return f"<Node {self.node_id}{where}{', closed' if self.closed else ''}>"
+
+    def _listen(self, where: tuple[str, int] | str) -> str:
+        if isinstance(where, str):
+            return f"unix:{self._core.listen_unix(where)}"
+        return format_address(*self._core.listen(*where))
 
     def _wrapped(self, core: _core.Link) -> Link:
         link = self._links.get(core.link_id)

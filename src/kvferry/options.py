@@ -66,11 +66,27 @@ def parse_address(address: str) -> tuple[str, int]:
     numbered = port.isascii() and port.isdigit()
     if not colon or not host or not host.isprintable() or (":" in host) != bracketed or not numbered:
         raise InvalidArgument(
-            f"{shown(address)} is not an address; write 'host:port' or '[v6]:port', as in '127.0.0.1:7000'"
+            f"{shown(address)} is not an address; write 'host:port', '[v6]:port' or 'unix:path', as in '127.0.0.1:7000'"
         )
     if len(port) > 5 or int(port) > 65535:
         raise InvalidArgument(f"{shown(address)} has port {port[:9]}; ports end at 65535")
     return host, int(port)
+
+
+def parse_place(address: str) -> tuple[str, int] | str:
+    """Host and port, or the absolute path of the socket that ``unix:path`` names.
+
+    >>> parse_place("127.0.0.1:7000"), parse_place("unix:/run/user/1000/kv.sock")
+    (('127.0.0.1', 7000), '/run/user/1000/kv.sock')
+    """
+    if not isinstance(address, str) or not address.startswith("unix:"):
+        return parse_address(address)
+    path = text("the address", address)[len("unix:") :]
+    if not path or "\0" in path:
+        raise InvalidArgument(
+            f"{shown(address)} names no socket; write 'unix:path', as in 'unix:/run/user/1000/kv.sock'"
+        )
+    return os.path.abspath(path)
 
 
 def format_address(host: str, port: int) -> str:
