@@ -123,6 +123,7 @@ PULL: Base = lambda e: {"source": "kv", "into": e.mine}  # noqa: E731
 PULL_ROW: Base = lambda e: {"source": "rows", "into": e.rows, "row": 0}  # noqa: E731
 PUSH: Base = lambda e: {"mine": e.mine, "to": "kv"}  # noqa: E731
 PUSH_ROW: Base = lambda e: {"mine": e.rows, "to": "rows", "row": 0}  # noqa: E731
+CALL: Base = lambda e: {"payload": b"x"}  # noqa: E731
 NONE: Base = lambda e: {}  # noqa: E731
 
 
@@ -172,6 +173,11 @@ CALLS: "list[tuple[Any, Call, Base]]" = [
     (kvferry.LayerPush.layer_ready, lambda e, layer: e.layer_push(ready=layer), NONE),
     (kvferry.LayerPush.wait, lambda e, timeout_ms: e.layer_push(wait=timeout_ms), NONE),
     (kvferry.Transfer.wait, lambda e, **w: e.link.pull_async("kv", into=e.mine).wait(**w), NONE),
+    (kvferry.Node.next_call, lambda e, **w: e.node.next_call(**w), NONE),
+    (kvferry.Link.call, lambda e, **w: e.link.call(**w), CALL),
+    (kvferry.Link.call_async, lambda e, **w: e.link.call_async(**w).wait(), CALL),
+    (kvferry.Link.send, lambda e, **w: e.link.send(**w), CALL),
+    (kvferry.Answer.wait, lambda e, **w: e.link.call_async(b"x").wait(**w), NONE),
     (kvferry.Link.describe, lambda e, **w: e.link.describe(**w), lambda e: {"source": "kv"}),
     (kvferry.Link.unlink, lambda e, **w: e.other.link(e.address).unlink(**w), NONE),
     (PoolOptions, lambda e, **w: no_node(pool=PoolOptions(**w)), lambda e: {"size_bytes": 1 << 20}),
@@ -186,7 +192,15 @@ CALLS: "list[tuple[Any, Call, Base]]" = [
     (PrefixKey, lambda e, **w: e.link.pull(PrefixKey(**w), into=e.rows, row=0), lambda e: {"prefix_id": 7}),
     (BlocksKey, lambda e, **w: e.link.pull(BlocksKey(**w), into=e.mine), NONE),
 ]
-MADE_BY_OTHERS = (kvferry.Link, kvferry.Cache, kvferry.Window, kvferry.Transfer, kvferry.Prepared, kvferry.LayerPush)
+MADE_BY_OTHERS = (
+    kvferry.Link,
+    kvferry.Cache,
+    kvferry.Window,
+    kvferry.Transfer,
+    kvferry.Prepared,
+    kvferry.LayerPush,
+    kvferry.Answer,
+)
 PUBLIC = (kvferry.Node, *MADE_BY_OTHERS, PoolOptions, Addresses, RequestKey, PrefixKey, BlocksKey)
 
 
