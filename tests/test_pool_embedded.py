@@ -236,6 +236,30 @@ def test_a_node_has_no_terminal_though_its_starter_has_one(home: Home) -> None:
     assert Path(f"/proc/{node}/stat").read_text().rpartition(")")[2].split()[4] == "0"
 
 
+def test_a_node_has_no_port_and_is_linked_to_by_its_socket(home: Home) -> None:
+    """With a node of the core, as kvferry's own has."""
+    code = """
+import signal, sys, kvferry
+words = sys.argv
+node = kvferry.Node(listen=words[words.index("--listen") + 1])
+signal.sigwait({signal.SIGTERM})
+"""
+    address = embedded.ensure(20_000, program=[sys.executable, "-c", code])
+    (pid,) = home.nodes()
+    sockets = {name for end in Path(f"/proc/{pid}/fd").iterdir() if (name := os.readlink(end)).startswith("socket:")}
+    ports = {f"socket:[{words.split()[9]}]" for kind in ("tcp", "tcp6") for words in lines(f"/proc/{pid}/net/{kind}")}
+    assert sockets
+    assert not sockets & ports
+    with kvferry.Node() as mine:
+        assert mine.link(address).alive
+    os.kill(pid, signal.SIGTERM)
+    until(lambda: not home.nodes(), "it has left", 10)
+
+
+def lines(path: str) -> "list[str]":
+    return Path(path).read_text().splitlines()[1:]
+
+
 @pytest.mark.parametrize("habit", ["none", "ignore_children"])
 def test_a_starter_has_no_child_afterwards(home: Home, peers: Peers, habit: str) -> None:
     starter = peers(STARTER)

@@ -64,7 +64,7 @@ def _meant(what: str, members: str | Sequence[str]) -> list[str] | Literal["priv
             parse_address(address)
         except InvalidArgument as error:
             raise InvalidArgument(
-                f"{what}: {error}; or 'unix:/path/to/socket'. Words are 'off', 'private' and 'own'"
+                f"{what}: {error}. A path is absolute; words are 'off', 'private' and 'own'"
             ) from None
     return addresses
 
