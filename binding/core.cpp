@@ -298,9 +298,11 @@ Done run(Operation& operation, bool keep_gil) {
   return done_of(operation, waiting([&] { return operation.run_here(); }));
 }
 
-Done pull(PyLink& self, const Target& target, std::optional<std::uint64_t> into, std::shared_ptr<const Moves> moves, std::int64_t timeout_ms, int transport) {
+Done pull(PyLink& self, const Target& target, std::optional<std::uint64_t> into, std::shared_ptr<const Moves> moves, std::int64_t timeout_ms, int transport,
+          nb::bytes resolution) {
   const auto deadline = deadline_of(timeout_ms);
-  const auto operation = self.node->pull(self.link, target, into, moves, deadline, transports_of(transport));
+  const auto operation =
+      self.node->pull(self.link, target, into, moves, deadline, transports_of(transport), {resolution.c_str(), resolution.size()});
   return run(*operation, operation->will_not_wait(keep_gil_bytes));
 }
 
@@ -546,7 +548,7 @@ NB_MODULE(_core, m) {
       .def_prop_ro("peer", [](PyLink& self) { return self.link->label(); })
       .def_prop_ro("alive", [](PyLink& self) { return !self.node->closed() && self.link->alive(); })
       .def_prop_ro("outgoing", [](PyLink& self) { return self.link->outgoing; })
-      .def("pull", &pull, "target"_a, "into"_a.none(), "moves"_a, "timeout_ms"_a, "transport"_a = 0)
+      .def("pull", &pull, "target"_a, "into"_a.none(), "moves"_a, "timeout_ms"_a, "transport"_a = 0, "resolution"_a = nb::bytes("", 0))
       .def("pull_async", [](PyLink& self, const Target& target, std::optional<std::uint64_t> into, std::shared_ptr<const Moves> moves, std::int64_t timeout_ms, int transport) {
         return started(self.node, self.node->pull(self.link, target, into, std::move(moves), deadline_of(timeout_ms), transports_of(transport)));
       }, "target"_a, "into"_a.none(), "moves"_a, "timeout_ms"_a, "transport"_a = 0)
@@ -740,6 +742,10 @@ NB_MODULE(_core, m) {
         const auto window = self.node->registry().open_window(cache_id, runs_of(units), static_cast<Access>(access), checked_timeout(ttl_ms));
         return nb::bytes(window->name.data(), window->name.size());
       }, "cache_id"_a, "units"_a, "access"_a, "ttl_ms"_a)
+      .def("resolution", [](PyNode& self, nb::bytes window) {
+        const auto told = self.node->resolution(std::string(window.c_str(), window.size()));
+        return nb::bytes(told.data(), told.size());
+      }, "window"_a)
       .def("close_window", [](PyNode& self, nb::bytes name) {
         auto& registry = self.node->registry();
         const std::string text(name.c_str(), name.size());

@@ -50,7 +50,7 @@ NodeInner::NodeInner(NodeOptions options)
   }
   range_mapped(engine.identity.address(), sizeof(std::uint64_t), true);  // keeps a descriptor open, which may be hard to get later
   if (options.attach_any) ::prctl(PR_SET_PTRACER, -1UL, 0, 0, 0);
-  engine.registry.window_opened = [this] { engine.reactor.wake(); };
+  engine.registry.window_opened = [this](std::int64_t at_ns) { engine.reactor.wake_at(at_ns); };
   engine.registry.memory_released = [this] {
     if (!released_.exchange(true)) engine.reactor.wake();
   };

@@ -138,15 +138,34 @@ void check_names(const Target& target, bool pushing) {
 }  // namespace
 
 std::shared_ptr<Pull> Node::pull(const std::shared_ptr<Link>& link, Target target, std::optional<std::uint64_t> into, std::shared_ptr<const Moves> moves,
-                                 Deadline deadline, unsigned transports) {
+                                 Deadline deadline, unsigned transports, std::string_view resolution) {
   auto& e = engine();
   check_names(target, false);
   PullAsk ask;
+  if (!resolution.empty()) {
+    try {
+      wire::Reader in({reinterpret_cast<const std::uint8_t*>(resolution.data()), resolution.size()});
+      ask.told = get_resolved(in, target);
+    } catch (const wire::WireError& error) {
+      throw Error(Kind::invalid_argument, sentence("this resolution is not one: ", error.what()));
+    }
+    ask.keep = false;
+  }
   ask.target = std::move(target);
   ask.destination = into ? destination_cache(e, *into) : destination_memory(moves);
   ask.moves = std::move(moves);
   ask.transports = transports;
   return std::make_shared<Pull>(e, link, deadline, std::move(ask));
+}
+
+std::string Node::resolution(const std::string& window) {
+  Target target;
+  target.by = Target::By::window;
+  target.name = window;
+  wire::Writer out(wire::Type::geometry, 0);
+  put_resolved(out, engine().registry.resolve(target, Access::read));
+  const auto body = out.body();
+  return {reinterpret_cast<const char*>(body.data()), body.size()};
 }
 
 namespace {

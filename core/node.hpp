@@ -60,7 +60,10 @@ class Node {
 
   // A side without a cache id is this process's memory, by spans.
   std::shared_ptr<Pull> pull(const std::shared_ptr<Link>& link, Target target, std::optional<std::uint64_t> into, std::shared_ptr<const Moves> moves,
-                             Deadline deadline, unsigned transports);
+                             Deadline deadline, unsigned transports,
+                             std::string_view resolution = {});
+  // What `window` stands for, in bytes that a peer may be told in any way, and gives to pull() as `resolution`.
+  std::string resolution(const std::string& window);
   std::shared_ptr<Push> push(const std::shared_ptr<Link>& link, std::optional<std::uint64_t> source, Target target, std::shared_ptr<const Moves> moves,
                              Deadline deadline, unsigned transports);
   std::shared_ptr<LayerPush> push_layers(const std::shared_ptr<Link>& link, std::uint64_t source, Target target,

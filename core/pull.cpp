@@ -101,6 +101,7 @@ Need Pull::step() {
                                              (link_->reasons().first.empty() ? "" : "map: " + link_->reasons().first + "; ") +
                                              (link_->reasons().second.empty() ? "" : "cma: " + link_->reasons().second + "; ") +
                                              "allow " + (link_->transports(socket_bit) != 0 ? "socket" : "others in both nodes' transports"));
+        if (!source_ && ask_.told && one_sided() != 0 && has_segments(*ask_.told)) source_ = ask_.told;
         if (!source_ && ask_.keep && one_sided() != 0) source_ = link_->kept(ask_.target);
         if (source_) {
           phase_ = Phase::plan;
@@ -289,6 +290,10 @@ bool Pull::next_missing_segment() {
   return false;
 }
 
+bool Pull::has_segments(const Source& source) const {
+  return std::ranges::all_of(source.geometry.tensors, [&](const TensorPlace& tensor) { return link_->segment(tensor.segment) != nullptr; });
+}
+
 void Pull::resolved(Frame& frame) {
   wire::Reader in(frame.body);
   if (frame.header.type == wire::Type::ended) {
@@ -297,16 +302,8 @@ void Pull::resolved(Frame& frame) {
     throw Error(outcome.ok() ? Outcome::fail(Kind::internal, "the peer resolved nothing") : outcome);
   }
   if (frame.header.type != wire::Type::geometry) throw wire::WireError("an answer of another kind than was asked for");
-  auto source = std::make_shared<Source>();
+  auto source = get_resolved(in, ask_.target);
   source->consume = (frame.header.flags & wire::flag_consume) != 0;
-  source->epoch = in.get<std::uint64_t>();
-  source->by_epoch = ask_.target.by != Target::By::id && ask_.target.by != Target::By::window;
-  source->key_row = in.get<std::int64_t>();
-  source->file_backed = in.get<std::uint8_t>() != 0;
-  source->windowed = in.get<std::uint8_t>() != 0;
-  source->window = wire::get_runs(in);
-  source->guards = wire::get_guards(in);
-  source->geometry = wire::get_geometry(in);
   source_ = std::move(source);
 }
 

@@ -28,6 +28,7 @@ struct PullAsk {
   std::shared_ptr<const Moves> moves;
   unsigned transports = 7;
   std::shared_ptr<const Source> source;  // known already (prepared, pushed); else resolved
+  std::shared_ptr<const Source> told;    // by its owner, on another way: spares asking where its segments are mapped already
   bool mover_owns_destination = true;
   bool keep = true;                      // the resolution may be kept on the link
   bool resolve_only = false;             // to prepare: nothing is copied
@@ -62,6 +63,7 @@ class Pull : public Operation {
   void ask_again(bool harmless, Need& need);
   bool next_missing_segment();
   void do_without_map();  // this time
+  bool has_segments(const Source& source) const;
   void resolved(Frame& frame);
   void make_plan_now();
   void choose_transport();

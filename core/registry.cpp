@@ -576,7 +576,7 @@ std::shared_ptr<Window> Registry::open_window(std::uint64_t cache_id, std::vecto
       throw;
     }
   }
-  if (nearest && window_opened) window_opened();
+  if (nearest && window_opened) window_opened(window->until.at_ns);
   return window;
 }
 

@@ -146,7 +146,7 @@ class Registry {
   void close();  // ends everything, waits, gives memory back; Error(busy) as remove(): then to be called again
 
   // Called (outside the lock) when a window was opened whose end is nearer than any other's, so that somebody wakes up.
-  std::function<void()> window_opened;
+  std::function<void(std::int64_t at_ns)> window_opened;
   // Called (outside the lock) when memory was given back to the pool, of which whole segments may have gone.
   std::function<void()> memory_released;
 

@@ -250,6 +250,27 @@ Destination destination_addresses(Engine& engine, const Target& target, const So
 
 }  // namespace
 
+void put_resolved(wire::Writer& out, const Resolved& resolved) {
+  out.put(resolved.epoch).put(resolved.key_row).put(static_cast<std::uint8_t>(resolved.cache->file_backed.load()));
+  out.put(static_cast<std::uint8_t>(resolved.window != nullptr));
+  wire::put_runs(out, resolved.window ? resolved.window->units : std::vector<UnitRun>{});
+  wire::put_guards(out, resolved.guards);
+  wire::put_geometry(out, resolved.cache->geometry);
+}
+
+std::shared_ptr<Source> get_resolved(wire::Reader& in, const Target& target) {
+  auto source = std::make_shared<Source>();
+  source->epoch = in.get<std::uint64_t>();
+  source->by_epoch = target.by != Target::By::id && target.by != Target::By::window;
+  source->key_row = in.get<std::int64_t>();
+  source->file_backed = in.get<std::uint8_t>() != 0;
+  source->windowed = in.get<std::uint8_t>() != 0;
+  source->window = wire::get_runs(in);
+  source->guards = wire::get_guards(in);
+  source->geometry = wire::get_geometry(in);
+  return source;
+}
+
 std::vector<std::uint8_t> ended_frame(std::uint64_t operation, const Outcome& outcome, std::uint64_t bytes, Transport transport,
                                       std::uint16_t flags) {
   wire::Writer out(wire::Type::ended, operation, flags);
@@ -379,11 +400,7 @@ void ServerLane::on_resolve(const Frame& frame) {
   const auto resolved = engine_.registry.resolve(target, to_describe ? Access::any : Access::read);
   if (!to_describe) engine_.check_readable(*resolved.cache);
   wire::Writer out(wire::Type::geometry, frame.header.operation, resolved.consumed_by_pull ? wire::flag_consume : 0);
-  out.put(resolved.epoch).put(resolved.key_row).put(static_cast<std::uint8_t>(resolved.cache->file_backed.load()));
-  out.put(static_cast<std::uint8_t>(resolved.window != nullptr));
-  wire::put_runs(out, resolved.window ? resolved.window->units : std::vector<UnitRun>{});
-  wire::put_guards(out, resolved.guards);
-  wire::put_geometry(out, resolved.cache->geometry);
+  put_resolved(out, resolved);
   answer(out.take());
 }
 

@@ -281,7 +281,7 @@ static void a_window_ends_when_its_time_is_up() {
   Table table;
   table.add("kv");
   int woken = 0;
-  table.registry.window_opened = [&] { ++woken; };
+  table.registry.window_opened = [&](std::int64_t) { ++woken; };
   const auto late = table.window(1, {0}, Access::read, 50'000);
   const auto soon = table.window(1, {1}, Access::read, 10'000);
   const auto later = table.window(1, {1}, Access::read, std::numeric_limits<std::int64_t>::max());

@@ -46,6 +46,7 @@ __all__ = [
     "AlreadyLinked",
     "Answer",
     "BlocksKey",
+    "Buffers",
     "Busy",
     "Cache",
     "CacheDescription",
@@ -54,6 +55,7 @@ __all__ = [
     "Cancelled",
     "DeadlineExceeded",
     "Done",
+    "Future",
     "InternalError",
     "InvalidArgument",
     "KvferryError",
@@ -62,18 +64,23 @@ __all__ = [
     "LinkDown",
     "LinkFailed",
     "LinkStatistics",
+    "Member",
+    "Membership",
     "Node",
     "NodeClosed",
     "NodeStatistics",
     "NotLinked",
     "OutOfMemory",
+    "Outcome",
     "OwnMemory",
     "PeerLost",
+    "Pool",
     "PoolOptions",
     "PrefixKey",
     "Prepared",
     "Refused",
     "RequestKey",
+    "StaticMembership",
     "Transfer",
     "Unsupported",
     "Window",
@@ -81,9 +88,23 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from kvferry.pool.client import Pool
     from kvferry.pool.keys import prefix_keys
+    from kvferry.pool.membership import Member, Membership, StaticMembership
+    from kvferry.pool.outcome import Outcome
+    from kvferry.pool.values import Buffers
+    from kvferry.pool.workers import Future
 
-_OF_THE_POOL = {"prefix_keys": "kvferry.pool.keys"}  # imported by whoever names them first
+_OF_THE_POOL = {
+    "Buffers": "kvferry.pool.values",
+    "Future": "kvferry.pool.workers",
+    "Member": "kvferry.pool.membership",
+    "Membership": "kvferry.pool.membership",
+    "Outcome": "kvferry.pool.outcome",
+    "Pool": "kvferry.pool.client",
+    "StaticMembership": "kvferry.pool.membership",
+    "prefix_keys": "kvferry.pool.keys",
+}  # imported by whoever names them first
 
 _core.set_error_classes(BY_KIND)
 del BY_KIND

@@ -222,7 +222,16 @@ class Link:
     @property
     def outgoing(self) -> bool: ...
     # ``into`` or ``source`` None: this process's memory, by spans
-    def pull(self, target: Target, into: int | None, moves: Moves, timeout_ms: int, transport: int = 0) -> Done: ...
+    def pull(
+        self,
+        target: Target,
+        into: int | None,
+        moves: Moves,
+        timeout_ms: int,
+        transport: int = 0,
+        resolution: bytes = b"",
+    ) -> Done:
+        """``resolution``: what the owner's `Node.resolution` gives for this target, a window: it need not be asked then."""
     def pull_async(
         self, target: Target, into: int | None, moves: Moves, timeout_ms: int, transport: int = 0
     ) -> Transfer: ...
@@ -330,6 +339,8 @@ class Node:
         self, cache_id: int, units: Sequence[int] | npt.NDArray[np.integer[Any]], access: int, ttl_ms: int
     ) -> bytes:
         """``units``: their numbers, or an array [n, 2] of first numbers and counts."""
+    def resolution(self, window: bytes) -> bytes:
+        """What a read window stands for, to be told to a peer beside its name."""
     def close_window(self, name: bytes) -> bool: ...
     def copy(self, source: Target, destination: Target, moves: Moves, offset_bytes: int = 0) -> Done:
         """Between two caches of this node (or within one: then in the given order), each by id; one side may be by addresses:

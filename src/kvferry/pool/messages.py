@@ -1,0 +1,164 @@
+"""What a pool's client and its nodes say to each other: one request, one answer, each a call over their link.
+
+MessagePack by msgspec: arrays whose first element says which message it is. Lists of numbers, one for each key, travel as
+the bytes of little-endian arrays. ``docs/pool.md`` has the conversation.
+"""
+
+from typing import TypeAlias
+
+import msgspec
+
+__all__ = ["VERSION", "WORDS", "Answer", "Request", "code_of", "decode_answer", "decode_request", "encode"]
+
+VERSION = 1  # of these messages; a client and a node of different versions do not talk
+
+# What became of one key, as a byte. The first two are successes of a load, and of a save.
+WORDS = (
+    "hit",
+    "saved",
+    "present",  # a save found it there: first write wins
+    "never_saved",
+    "evicted",
+    "expired",
+    "removed",
+    "pending",  # somebody is saving it at this moment
+    "size_mismatch",
+    "corrupted",
+    "lease_lost",
+    "full",
+    "oversize",
+    "timeout",
+    "node_lost",
+    "pool_off",
+)
+_CODES = {word: code for code, word in enumerate(WORDS)}
+
+
+def code_of(word: str) -> int:
+    """The byte that stands for ``word``."""
+    return _CODES[word]
+
+
+class Open(msgspec.Struct, array_like=True, tag=1):
+    """Which values are meant: a namespace, and what their bytes are."""
+
+    version: int
+    namespace: str
+    domain: bytes  # a digest of the namespace's secret; empty: it has none
+    fingerprint: bytes
+    quota_bytes: int | None
+
+
+class Exists(msgspec.Struct, array_like=True, tag=2):
+    space: int
+    keys: list[bytes]
+
+
+class Lookup(msgspec.Struct, array_like=True, tag=3):
+    """Leases what is there of ``keys`` for ``left_ms``. ``sizes``: u64 for each key. ``released``: earlier leases."""
+
+    space: int
+    keys: list[bytes]
+    sizes: bytes
+    left_ms: int
+    released: list[int]
+
+
+class Release(msgspec.Struct, array_like=True, tag=4):
+    leases: list[int]
+
+
+class Reserve(msgspec.Struct, array_like=True, tag=5):
+    """Places for values that are about to come. ``chain``: each key continues the one before it."""
+
+    space: int
+    keys: list[bytes]
+    sizes: bytes
+    chain: bool
+    ttl_ms: int | None
+    left_ms: int
+    copy: bool  # a copy of what another node owns: goes first
+
+
+class Commit(msgspec.Struct, array_like=True, tag=6):
+    """``failed``: positions among the reserved ones whose bytes did not come. ``checksums``: u64 each, or nothing."""
+
+    reservation: int
+    failed: list[int]
+    checksums: bytes
+
+
+class Remove(msgspec.Struct, array_like=True, tag=7):
+    space: int
+    keys: list[bytes]
+
+
+class Clear(msgspec.Struct, array_like=True, tag=8):
+    """Everything of the namespace that this space belongs to."""
+
+    space: int
+
+
+class Status(msgspec.Struct, array_like=True, tag=9):
+    pass
+
+
+class Stop(msgspec.Struct, array_like=True, tag=10):
+    pass
+
+
+class Opened(msgspec.Struct, array_like=True, tag=64):
+    space: int
+    node_id: int
+    capacity_bytes: int
+
+
+class Flags(msgspec.Struct, array_like=True, tag=65):
+    """One code for each key."""
+
+    codes: bytes
+
+
+class Leased(msgspec.Struct, array_like=True, tag=66):
+    """Where the hits are, in the order of the keys: window number (u16) and offset in its segment (u64) of each."""
+
+    lease: int  # 0: there was no hit
+    codes: bytes
+    windows: list[bytes]
+    resolutions: list[bytes]  # of the windows, for the core: what their owner would answer if it were asked
+    window_of: bytes
+    offsets: bytes
+    checksums: bytes  # u64 of each hit, or nothing where none is kept
+
+
+class Reserved(msgspec.Struct, array_like=True, tag=67):
+    """The same for a save: where those go whose code is ``saved``; the others need nothing or get nothing."""
+
+    reservation: int
+    codes: bytes
+    windows: list[bytes]
+    window_of: bytes
+    offsets: bytes
+
+
+class Count(msgspec.Struct, array_like=True, tag=68):
+    keys: int
+
+
+class Facts(msgspec.Struct, array_like=True, tag=69):
+    facts: dict[str, int | float | str]
+
+
+class Failure(msgspec.Struct, array_like=True, tag=70):
+    """``word``: "invalid" (the request's fault), "unknown_space" (open it again), "internal"."""
+
+    word: str
+    sentence: str
+
+
+Request: TypeAlias = Open | Exists | Lookup | Release | Reserve | Commit | Remove | Clear | Status | Stop
+Answer: TypeAlias = Opened | Flags | Leased | Reserved | Count | Facts | Failure
+
+encode = msgspec.msgpack.Encoder().encode
+decode_request = msgspec.msgpack.Decoder(Request).decode
+decode_answer = msgspec.msgpack.Decoder(Answer).decode

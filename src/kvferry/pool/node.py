@@ -1,0 +1,525 @@
+"""A pool node: says where values lie and who may go there. The bytes are moved by native threads and never seen here.
+
+One thread answers all calls, one after the other, so the store needs no lock. A reservation is a write window of the core
+per segment that it touches, a lease is a read window; closing one waits for whoever copies through it, and only then does
+the store hear that its places are free. Run as a program (``python -m kvferry.pool.node``), as a service, or inside a process.
+"""
+
+import argparse
+import logging
+import os
+import secrets
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from kvferry import _core
+from kvferry.errors import Busy, InvalidArgument, KvferryError, NodeClosed, OutOfMemory
+from kvferry.node import Node
+from kvferry.options import PoolOptions, parse_size, whole
+from kvferry.pool import messages
+from kvferry.pool.arena import GRANULE
+from kvferry.pool.messages import code_of
+from kvferry.pool.store import CHAIN, Lease, Reservation, Space, Store
+from kvferry.pool.words import FULL, RESERVED
+
+__all__ = ["PoolNode", "Private", "main", "serve"]
+
+log = logging.getLogger("kvferry.pool")
+
+PAGE_SHIFT = 12
+PAGE = 1 << PAGE_SHIFT
+SEGMENTS_AT_LEAST = 8
+TICK_MS = 1000  # the longest that the loop waits for a call
+MARGIN_S = 0.5  # a lease outlives its client's deadline by this, for clocks and messages on their way
+LONGEST_HOLD_S = 600.0
+HELD_AGAIN_S = 1.0  # until a window that the kernel holds is tried again
+
+_CODES = {word: code_of(word) for word in messages.WORDS} | {RESERVED: code_of("saved")}
+
+
+class _Held:
+    """A reservation or lease, and the windows that stand for it."""
+
+    __slots__ = ("held", "windows")
+
+    def __init__(self, held: "Reservation | Lease", windows: list[bytes]) -> None:
+        self.held = held
+        self.windows = windows
+
+
+class PoolNode:
+    """``memory_bytes`` of arena, taken as it fills; answers whoever links to ``listen``.
+
+    :raises AddressInUse: somebody else listens there. :raises InvalidArgument: less than a page of memory.
+    """
+
+    def __init__(
+        self,
+        listen: str,
+        memory_bytes: int,
+        *,
+        segment_bytes: int = 256 << 20,
+        policy: str | None = None,
+        secret: str | bytes | None = None,
+        node_id: int | None = None,
+        heartbeat_timeout_ms: int = 10_000,
+    ) -> None:
+        capacity = whole("memory_bytes", memory_bytes, least=PAGE) // PAGE * PAGE
+        # A small node has several segments too: namespaces with a secret take segments of their own.
+        most = max(capacity // SEGMENTS_AT_LEAST, min(capacity, 1 << 20))
+        segment = min(whole("segment_bytes", segment_bytes, least=PAGE), most) // PAGE * PAGE
+        self._segments: dict[int, int] = {}  # number -> id of the cache that is its memory
+        self._store = Store(
+            capacity,
+            segment_bytes=segment,
+            add_segment=self._add_segment,
+            drop_segment=self._drop_segment,
+            **({} if policy is None else {"policy": policy}),
+        )
+        self._capacity = capacity
+        self._spaces: list[Space] = []
+        self._opened: dict[tuple[str, bytes, bytes], int] = {}
+        self._held: dict[int, _Held] = {}
+        self._numbers: dict[int, int] = {}  # id() of what the store holds -> its number here
+        self._last = 0
+        self._kernel_held: list[tuple[list[bytes], Callable[[], None]]] = []
+        self._try_again = 0.0
+        self._stopping = False
+        self._asked = time.monotonic()
+        self._links: set[int] = set()
+        self._answers: dict[type, Callable[[Any, Any], msgspec.Struct | None]] = {
+            messages.Open: self._open,
+            messages.Exists: self._exists,
+            messages.Lookup: self._lookup,
+            messages.Release: self._release,
+            messages.Reserve: self._reserve,
+            messages.Commit: self._commit,
+            messages.Remove: self._remove,
+            messages.Clear: self._clear,
+            messages.Status: self._status,
+            messages.Stop: self._stop,
+        }
+        self._node = Node(
+            node_id=node_id,
+            secret=secret,
+            pool=PoolOptions(capacity, PAGE_SHIFT, segment),
+            heartbeat_timeout_ms=heartbeat_timeout_ms,
+            program="kvferry-pool",
+        )
+        try:
+            self._node.serve_calls()
+            self.address = self._node.listen(listen)
+        except BaseException:
+            self._node.close()
+            raise
+
+    @property
+    def capacity_bytes(self) -> int:
+        return self._capacity
+
+    def run(self, idle_s: float | None = None) -> None:
+        """Answers until :meth:`stop`, a Stop, or, with ``idle_s``, so long without a link or a call."""
+        while not self._stopping:
+            try:
+                call = self._node.next_call(self._wait_ms(idle_s))
+            except NodeClosed:
+                return
+            if call is not None:
+                self._handle(call)
+            self._end_what_is_due()
+            if idle_s is not None and not self._node.links and time.monotonic() - self._asked > idle_s:
+                log.info("nobody has asked for %.0f s: leaving", idle_s)
+                return
+
+    def stop(self) -> None:
+        """Has :meth:`run` return soon; from any thread or a signal handler."""
+        self._stopping = True
+
+    def close(self) -> None:
+        """Ends the links and gives the memory back."""
+        self._stopping = True
+        self._node.close()
+
+    # --- the loop ----------------------------------------------------------------------------------------------------
+
+    def _wait_ms(self, idle_s: float | None) -> int:
+        now = time.monotonic()
+        until = now + TICK_MS / 1000
+        due = self._store.next_end
+        if due is not None:
+            until = min(until, due)
+        return max(0, int((until - now) * 1000) + 1)
+
+    def _handle(self, call: Any) -> None:
+        if isinstance(call, _core.LinkDown):
+            for held in self._store.end_owner(call.link_id):
+                self._end(self._numbers.get(id(held), 0))
+            return
+        self._asked = time.monotonic()
+        try:
+            request = messages.decode_request(call.payload)
+            answer = self._answers[type(request)](request, call)
+        except (msgspec.DecodeError, InvalidArgument, IndexError, ValueError) as error:
+            answer = messages.Failure("invalid", str(error))
+        except _UnknownSpace as error:
+            answer = messages.Failure("unknown_space", str(error))
+        except Exception as error:  # the node goes on, whatever one request did to it
+            log.exception("a call failed")
+            answer = messages.Failure("internal", f"{type(error).__name__}: {error}")
+        if answer is not None and not call.one_way:
+            call.answer(messages.encode(answer))
+
+    def _end_what_is_due(self) -> None:
+        now = time.monotonic()
+        due = self._store.next_end
+        if due is not None and due <= now:
+            for held in self._store.expire(now):
+                self._end(self._numbers.get(id(held), 0))
+        if self._kernel_held and now >= self._try_again:
+            waiting, self._kernel_held = self._kernel_held, []
+            self._try_again = now + HELD_AGAIN_S
+            for windows, then in waiting:
+                self._close_windows(windows, then)
+
+    # --- what is asked -----------------------------------------------------------------------------------------------
+
+    def _open(self, request: messages.Open, call: Any) -> msgspec.Struct:
+        if request.version != messages.VERSION:
+            return messages.Failure("internal", f"this node speaks version {messages.VERSION}, not {request.version}")
+        key = (request.namespace, request.domain, request.fingerprint)
+        number = self._opened.get(key)
+        if number is None or request.quota_bytes is not None:
+            # A namespace with a secret is another one than without, or with another, and has segments of its own.
+            name = request.namespace + (f"\0{request.domain.hex()}" if request.domain else "")
+            space = self._store.space(
+                name, request.fingerprint, quota_bytes=request.quota_bytes, apart=bool(request.domain)
+            )
+            if number is None:
+                number = self._opened[key] = len(self._spaces)
+                self._spaces.append(space)
+        return messages.Opened(number, self._node.node_id, self._capacity)
+
+    def _exists(self, request: messages.Exists, call: Any) -> msgspec.Struct:
+        flags = self._store.exists(self._space(request.space), request.keys, time.monotonic())
+        return messages.Flags(flags.translate(_FOUND))
+
+    def _lookup(self, request: messages.Lookup, call: Any) -> msgspec.Struct:
+        now = time.monotonic()
+        self._release_all(request.released, call)
+        sizes = np.frombuffer(request.sizes, np.uint64).tolist()
+        _same_length(request.keys, sizes)
+        lease = self._store.lookup(
+            self._space(request.space),
+            request.keys,
+            sizes=sizes,
+            owner=call.link_id,
+            until=_until(now, request.left_ms),
+            now=now,
+        )
+        codes = bytes(map(_CODES.__getitem__, lease.outcomes))
+        try:
+            number, windows, window_of, offsets = self._windows(lease, _core.READ, now)
+        except BaseException:
+            self._store.release(lease)
+            raise
+        checksums = b""
+        if any(lease.checksums):
+            checksums = np.array(
+                [c or 0 for c, p in zip(lease.checksums, lease.places, strict=True) if p], np.uint64
+            ).tobytes()
+        told = [self._node._core.resolution(window) for window in windows]
+        return messages.Leased(number, codes, windows, told, window_of, offsets, checksums)
+
+    def _release(self, request: messages.Release, call: Any) -> None:
+        self._release_all(request.leases, call)
+
+    def _release_all(self, leases: list[int], call: Any) -> None:
+        for number in leases:
+            held = self._held.get(number)
+            if held is not None and held.held.owner == call.link_id and isinstance(held.held, Lease):
+                self._end(number)
+
+    def _reserve(self, request: messages.Reserve, call: Any) -> msgspec.Struct:
+        now = time.monotonic()
+        sizes = np.frombuffer(request.sizes, np.uint64).tolist()
+        _same_length(request.keys, sizes)
+        saving = self._store.reserve(
+            self._space(request.space),
+            request.keys,
+            sizes,
+            parents=CHAIN if request.chain else None,
+            ttl_ms=request.ttl_ms,
+            owner=call.link_id,
+            until=_until(now, request.left_ms),
+            now=now,
+        )
+        codes = bytes(map(_CODES.__getitem__, saving.outcomes))
+        try:
+            number, windows, window_of, offsets = self._windows(saving, _core.WRITE, now)
+        except BaseException:
+            self._store.abort(saving)
+            raise
+        return messages.Reserved(number, codes, windows, window_of, offsets)
+
+    def _commit(self, request: messages.Commit, call: Any) -> msgspec.Struct:
+        held = self._held.get(request.reservation)
+        if held is None or held.held.owner != call.link_id or not isinstance(held.held, Reservation):
+            return messages.Failure("internal", "this reservation has ended")
+        saving = held.held
+        reserved = [at for at, place in enumerate(saving.places) if place is not None]
+        failed = {reserved[at]: FULL for at in request.failed}
+        checksums = None
+        if request.checksums:
+            checksums = [None] * len(saving.places)
+            for at, checksum in zip(reserved, np.frombuffer(request.checksums, np.uint64).tolist(), strict=True):
+                checksums[at] = checksum
+        codes = b""
+
+        def publish() -> None:
+            nonlocal codes
+            outcomes = self._store.commit(saving, failed=failed, checksums=checksums, now=time.monotonic())
+            codes = bytes(_CODES[outcomes[at]] for at in reserved)
+
+        self._forget(request.reservation)
+        if not self._close_windows(held.windows, publish):
+            return messages.Failure("internal", "the kernel holds a copy into this reservation")
+        return messages.Flags(codes)
+
+    def _remove(self, request: messages.Remove, call: Any) -> msgspec.Struct:
+        return messages.Count(self._store.remove(self._space(request.space), request.keys))
+
+    def _clear(self, request: messages.Clear, call: Any) -> msgspec.Struct:
+        return messages.Count(self._store.clear(self._space(request.space).namespace.name))
+
+    def _status(self, request: messages.Status, call: Any) -> msgspec.Struct:
+        seen = self._store.statistics()
+        return messages.Facts(
+            {
+                "address": self.address,
+                "pid": os.getpid(),
+                "capacity_bytes": seen.capacity_bytes,
+                "segments_bytes": seen.segments_bytes,
+                "taken_bytes": seen.taken_bytes,
+                "keys": seen.keys,
+                "pending": seen.pending,
+                "leases": seen.leases,
+                "hits": seen.hits,
+                "misses": sum(seen.misses.values()),
+                "saved": seen.saved,
+                "evictions": seen.evictions,
+                "links": len(self._node.links),
+            }
+        )
+
+    def _stop(self, request: messages.Stop, call: Any) -> msgspec.Struct:
+        self._stopping = True
+        return messages.Count(0)
+
+    # --- windows -----------------------------------------------------------------------------------------------------
+
+    def _windows(self, held: "Reservation | Lease", access: int, now: float) -> tuple[int, list[bytes], bytes, bytes]:
+        """One window per segment over the places of ``held``: its number, their names, and for each place, in order, the
+        window that it lies in and where."""
+        places = [place for place in held.places if place is not None]
+        if not places:
+            return 0, [], b"", b""
+        table = np.array(places, np.int64)
+        segments = {place[0] for place in places}
+        if len(segments) == 1:
+            parts = [(places[0][0], table)]
+            window_of = bytes(2 * len(places))
+        else:
+            ordered = np.array(sorted(segments))
+            which = np.searchsorted(ordered, table[:, 0])
+            parts = [(segment, table[which == number]) for number, segment in enumerate(ordered.tolist())]
+            window_of = which.astype(np.uint16).tobytes()
+        ttl_ms = int((held.until - now) * 1000)
+        names: list[bytes] = []
+        try:
+            for segment, mine in parts:
+                runs = np.empty((len(mine), 2), np.int64)
+                runs[:, 0] = mine[:, 1] // GRANULE
+                runs[:, 1] = -(-mine[:, 2] // GRANULE)
+                names.append(self._node._core.open_window(self._segments[segment], runs, access, ttl_ms))
+        except BaseException:
+            self._close_windows(names, lambda: None)
+            raise
+        self._last += 1
+        self._held[self._last] = _Held(held, names)
+        self._numbers[id(held)] = self._last
+        return self._last, names, window_of, table[:, 1].astype(np.uint64).tobytes()
+
+    def _end(self, number: int) -> None:
+        """Ends a lease, or a reservation without publishing it."""
+        held = self._forget(number)
+        if held is None:
+            return
+        what = held.held
+        let_go = self._store.release if isinstance(what, Lease) else self._store.abort
+        self._close_windows(held.windows, lambda: let_go(what))  # type: ignore[arg-type] # each takes its own sort
+
+    def _forget(self, number: int) -> _Held | None:
+        held = self._held.pop(number, None)
+        if held is not None:
+            self._numbers.pop(id(held.held), None)
+        return held
+
+    def _close_windows(self, windows: list[bytes], then: Callable[[], None]) -> bool:
+        """``then`` runs when nobody copies through them any more: now, or (False) when the kernel has let go."""
+        left = []
+        for name in windows:
+            try:
+                self._node._core.close_window(name)
+            except Busy:
+                left.append(name)
+            except NodeClosed:
+                return False
+        if left:
+            log.warning("the kernel holds a copy into this node's memory; its place stays taken until that ends")
+            self._kernel_held.append((left, then))
+            return False
+        then()
+        return True
+
+    # --- memory ------------------------------------------------------------------------------------------------------
+
+    def _add_segment(self, number: int, size_bytes: int) -> bool:
+        try:
+            cache = self._node.allocate(
+                f"segment {number}",
+                tensors=1,
+                shape=(-(-size_bytes // GRANULE), GRANULE),
+                dtype="uint8",
+            )
+        except OutOfMemory as error:
+            log.warning("no more memory: %s", error)
+            return False
+        self._segments[number] = cache.id
+        return True
+
+    def _drop_segment(self, number: int) -> None:
+        self._node.unregister(self._segments.pop(number))
+
+    def _space(self, number: int) -> Space:
+        if not 0 <= number < len(self._spaces):
+            raise _UnknownSpace(f"this node has opened no space {number}")
+        return self._spaces[number]
+
+
+class _UnknownSpace(Exception):
+    pass
+
+
+_FOUND = bytes([code_of("never_saved"), code_of("hit"), *range(2, 256)])
+
+
+def _same_length(keys: Sequence[bytes], sizes: Sequence[int]) -> None:
+    if len(keys) != len(sizes):
+        raise InvalidArgument(f"{len(keys)} keys and {len(sizes)} sizes")
+    if sizes and min(sizes) < 1:
+        raise InvalidArgument("a value has at least one byte")
+
+
+def _until(now: float, left_ms: int) -> float:
+    return now + min(max(left_ms, 0) / 1000 + MARGIN_S, LONGEST_HOLD_S)
+
+
+class Private:
+    """A node and its loop inside this process, behind a socket in a directory of its own and a secret that nobody else has."""
+
+    def __init__(self, memory_bytes: int) -> None:
+        self.secret = secrets.token_bytes(16)
+        self._directory = tempfile.mkdtemp(prefix="kvferry-")
+        try:
+            self._node = PoolNode("127.0.0.1:0", memory_bytes, secret=self.secret)
+        except BaseException:
+            shutil.rmtree(self._directory, ignore_errors=True)
+            raise
+        self.address = self._node.address
+        self._thread = threading.Thread(target=self._node.run, name="kvferry-pool-node", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ends node and thread; twice is fine."""
+        self._node.close()
+        self._thread.join(5)
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+
+def serve(
+    listen: str,
+    memory_bytes: int,
+    *,
+    idle_s: float | None = None,
+    segment_bytes: int = 256 << 20,
+    policy: str | None = None,
+    secret: str | bytes | None = None,
+    node_id: int | None = None,
+) -> int:
+    """Runs a node in this process until SIGTERM, SIGINT, a ``kvferry pool stop`` or ``idle_s`` without a client; 0."""
+    node = PoolNode(listen, memory_bytes, segment_bytes=segment_bytes, policy=policy, secret=secret, node_id=node_id)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: node.stop())
+    signal.siginterrupt(signal.SIGTERM, True)
+    sys.stdout.write(
+        f"kvferry pool node at {node.address}: {node.capacity_bytes / 2**30:.2f} GiB at most, process {os.getpid()}; "
+        "stop it with SIGTERM or `kvferry pool stop`\n"
+    )
+    sys.stdout.flush()
+    try:
+        node.run(idle_s)
+    finally:
+        node.close()
+    return 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """``python -m kvferry.pool.node``; what ``kvferry pool serve`` runs too."""
+    parser = argparse.ArgumentParser(prog="kvferry pool serve", description="Runs a pool node in this process.")
+    parser.add_argument("--listen", required=True, help="unix:/path/to.sock, or host:port")
+    parser.add_argument("--memory", required=True, type=_size, help="the most it may take, as in 8GiB")
+    parser.add_argument(
+        "--segment", type=_size, default=256 << 20, help="memory is taken and given back in such pieces"
+    )
+    parser.add_argument("--idle-s", type=float, help="leave after so long without a client")
+    parser.add_argument("--policy", help="what goes when room is needed; see docs/pool.md")
+    parser.add_argument("--secret-file", help="what links must know; the file's bytes without a newline at the end")
+    parser.add_argument("--node-id", type=int, help="what peers call it; random unless given")
+    chosen = parser.parse_args(arguments)
+    secret = None
+    if chosen.secret_file is not None:
+        with open(chosen.secret_file, "rb") as file:
+            secret = file.read().rstrip(b"\n")
+    try:
+        return serve(
+            chosen.listen,
+            chosen.memory,
+            idle_s=chosen.idle_s,
+            segment_bytes=chosen.segment,
+            policy=chosen.policy,
+            secret=secret,
+            node_id=chosen.node_id,
+        )
+    except KvferryError as error:
+        sys.stderr.write(f"kvferry pool serve: {error}\n")
+        return 1
+
+
+def _size(words: str) -> int:
+    try:
+        return parse_size("size", words)
+    except InvalidArgument as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

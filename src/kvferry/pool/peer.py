@@ -1,0 +1,203 @@
+"""One pool node as a client sees it: the link, made when needed and again when lost, and what is asked over it.
+
+Whoever finds the node gone is told so at once; the next attempt to reach it is made after a pause, by one caller, while
+the others go on without it.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar
+
+import msgspec
+
+from kvferry.errors import DeadlineExceeded, InvalidArgument, KvferryError, NodeClosed
+from kvferry.pool import messages
+
+if TYPE_CHECKING:
+    from kvferry.link import Link
+    from kvferry.node import Node
+
+__all__ = ["Peer", "Space", "Unreachable"]
+
+A = TypeVar("A", bound=msgspec.Struct)
+
+PAUSE_S = (0.1, 0.5, 1.0, 2.0)  # between attempts to reach a node that is gone
+LONGEST_LINKING_MS = 3000
+TOLD_AT_ONCE_BYTES = 1 << 20  # a message of its own costs as much as moving this
+MOST_UNTOLD = 32
+
+
+class Unreachable(Exception):
+    """The node cannot be asked now; ``word`` says why, as an outcome does."""
+
+    def __init__(self, word: str, sentence: str) -> None:
+        super().__init__(sentence)
+        self.word = word
+
+
+class Space(msgspec.Struct, frozen=True):
+    """What a pool object's values are: told to each node once a link."""
+
+    namespace: str
+    domain: bytes
+    fingerprint: bytes
+    quota_bytes: int | None
+
+
+class Peer:
+    """``find``: where the node is now, asked before every attempt to link; None or an exception: nowhere."""
+
+    def __init__(self, node: "Node", find: Callable[[int], str | None]) -> None:
+        self._node = node
+        self._find = find
+        self._lock = threading.Lock()
+        self._linking = threading.Lock()
+        self._link: Link | None = None
+        self._spaces: dict[Space, int] = {}
+        self._released: list[int] = []
+        self._not_before = 0.0
+        self._attempts = 0
+        self.why_not = ""  # it could not be reached the last time
+
+    @property
+    def link(self) -> "Link | None":
+        return self._link
+
+    def reach(self, until: float) -> "Link":
+        """The link, made now if there is none. ``until``: on the monotonic clock, in seconds."""
+        link = self._link
+        if link is not None and link.alive:
+            return link
+        if not self._linking.acquire(blocking=False):
+            raise Unreachable("node_lost", self.why_not or "the node is being linked to at this moment")
+        try:
+            link = self._link
+            if link is not None and link.alive:
+                return link
+            now = time.monotonic()
+            if now < self._not_before:
+                raise Unreachable("node_lost", self.why_not)
+            self._forget(link)
+            return self._make(until, now)
+        finally:
+            self._linking.release()
+
+    def ask(self, request: messages.Request, expected: type[A], until: float, link: "Link | None" = None) -> A:
+        """The node's answer.
+
+        :raises Unreachable: none came in time. :raises InvalidArgument: the node says that the request is wrong.
+        """
+        link = link or self.reach(until)
+        try:
+            raw = link.call(messages.encode(request), timeout_ms=_ms_left(until))
+        except DeadlineExceeded as error:
+            raise Unreachable("timeout", str(error)) from None
+        except InvalidArgument:
+            raise
+        except KvferryError as error:
+            raise Unreachable("node_lost", str(error)) from None
+        try:
+            answer = messages.decode_answer(raw)
+        except msgspec.DecodeError as error:
+            raise Unreachable("node_lost", f"{link.peer} answers in words that are none: {error}") from None
+        if isinstance(answer, expected):
+            return answer
+        if isinstance(answer, messages.Failure):
+            if answer.word == "unknown_space":
+                with self._lock:
+                    self._spaces.clear()
+            if answer.word == "invalid":
+                raise InvalidArgument(answer.sentence)
+            raise Unreachable("node_lost", f"{link.peer}: {answer.sentence}")
+        raise Unreachable("node_lost", f"{link.peer} gives an answer of another kind")
+
+    def tell(self, link: "Link", request: messages.Request) -> None:
+        """Says something that needs no answer; what is lost on the way ends by its time."""
+        try:
+            link.send(messages.encode(request))
+        except KvferryError:
+            return
+
+    def release(self, link: "Link", lease: int, size_bytes: int) -> None:
+        """Says that a lease is over: now if much hangs on it, else with the next request. What is never said ends by its time."""
+        with self._lock:
+            if link is not self._link:
+                return
+            self._released.append(lease)
+            if size_bytes < TOLD_AT_ONCE_BYTES and len(self._released) < MOST_UNTOLD:
+                return
+            leases, self._released = self._released, []
+        self.tell(link, messages.Release(leases))
+
+    def released(self, link: "Link") -> list[int]:
+        """The leases to be told of with the next request."""
+        if not self._released:
+            return []
+        with self._lock:
+            if link is not self._link:
+                return []
+            leases, self._released = self._released, []
+        return leases
+
+    def space(self, space: Space, until: float, link: "Link") -> int:
+        """The node's number for ``space``, asked once per link."""
+        number = self._spaces.get(space)
+        if number is None:
+            opened = self.ask(
+                messages.Open(messages.VERSION, space.namespace, space.domain, space.fingerprint, space.quota_bytes),
+                messages.Opened,
+                until,
+                link,
+            )
+            number = opened.space
+            with self._lock:
+                if link is self._link:
+                    self._spaces[space] = number
+        return number
+
+    def forget_pause(self) -> None:
+        """The next call tries at once."""
+        self._not_before = 0.0
+
+    def close(self) -> None:
+        self._forget(self._link)
+
+    def _make(self, until: float, now: float) -> "Link":
+        try:
+            left = min(_ms_left(until), LONGEST_LINKING_MS)
+            where = self._find(left)
+            if where is None:
+                raise Unreachable("node_lost", "there is no pool node")
+            link = self._node.link(where, timeout_ms=min(_ms_left(until), LONGEST_LINKING_MS))
+        except (KvferryError, Unreachable, OSError) as error:
+            if isinstance(error, NodeClosed):
+                raise
+            self._attempts += 1
+            self._not_before = now + PAUSE_S[min(self._attempts, len(PAUSE_S)) - 1]
+            self.why_not = str(error)
+            word = "timeout" if isinstance(error, DeadlineExceeded) else "node_lost"
+            raise Unreachable(word, self.why_not) from None
+        self._attempts, self.why_not = 0, ""
+        with self._lock:
+            self._spaces.clear()
+            self._released.clear()
+            self._link = link
+        return link
+
+    def _forget(self, link: "Link | None") -> None:
+        with self._lock:
+            self._link = None
+            self._spaces.clear()
+        if link is not None:
+            try:
+                link.unlink(force=True)
+            except KvferryError:
+                return
+
+
+def _ms_left(until: float) -> int:
+    left = int((until - time.monotonic()) * 1000)
+    if left < 0:
+        raise Unreachable("timeout", "no time is left")
+    return left

@@ -1,0 +1,177 @@
+"""Where the values of one batch lie in this process: their segments as flat arrays, whatever the caller gave.
+
+A value is its segments in order, one behind the other. Knows no nodes; touches no byte.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.arrays import Memory, recognise
+from kvferry.errors import InvalidArgument
+from kvferry.options import LARGEST, shown
+
+__all__ = ["Buffers", "Spans", "Values", "of_blocks", "of_buffers"]
+
+U64 = npt.NDArray[np.uint64]
+Spans = npt.NDArray[np.uint64]  # [n, 3]: offset in the node's segment, address here, bytes
+LARGEST_VALUE = 2**40
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Buffers:
+    """Segments of many values as arrays: value i is the next ``counts[i]`` of ``(addresses, sizes)``, in bytes."""
+
+    addresses: npt.ArrayLike
+    sizes: npt.ArrayLike
+    counts: npt.ArrayLike
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Values:
+    """``addresses`` and ``sizes`` of all segments; value i has those from ``first[i]`` up to ``first[i + 1]``.
+
+    ``into[j]`` is where segment j begins within its value. ``owner`` lives as long as this does.
+    """
+
+    addresses: U64
+    sizes: U64
+    into: U64
+    first: npt.NDArray[np.int64]
+    totals: U64
+    owner: object
+
+    def __len__(self) -> int:
+        return len(self.totals)
+
+    def spans(self, chosen: npt.NDArray[np.int64], offsets: U64, *, to_node: bool) -> Spans:
+        """The moves of the ``chosen`` values from, or to, what begins at ``offsets`` (one for each) of a segment."""
+        counts = self.first[chosen + 1] - self.first[chosen]
+        total = int(counts.sum())
+        ends = np.cumsum(counts)
+        at = np.arange(total, dtype=np.int64) + np.repeat(self.first[chosen] - (ends - counts), counts)
+        there = self.into[at] + np.repeat(offsets, counts)
+        here = self.addresses[at]
+        spans = np.empty((total, 3), np.uint64)
+        spans[:, 0], spans[:, 1] = (here, there) if to_node else (there, here)
+        spans[:, 2] = self.sizes[at]
+        return spans
+
+
+def of_blocks(memories: Sequence[Memory], blocks: Any, count: int, owner: object) -> Values:
+    """Value i is block ``blocks[i]`` of every tensor, in the tensors' order."""
+    numbers = _integers("blocks", blocks)
+    if len(numbers) != count:
+        raise InvalidArgument(f"{count} keys and {len(numbers)} blocks: give one block for each key")
+    least = min(memory.count for memory in memories)
+    if count and (int(numbers.min()) < 0 or int(numbers.max()) >= least):
+        wrong = next(int(n) for n in numbers if not 0 <= n < least)
+        raise InvalidArgument(f"block {wrong} does not exist: what is registered has {least}")
+    bases = np.array([memory.address for memory in memories], np.uint64)
+    strides = np.array([memory.stride_bytes for memory in memories], np.uint64)
+    sizes = np.array([memory.unit_bytes for memory in memories], np.uint64)
+    addresses = bases[None, :] + numbers.astype(np.uint64)[:, None] * strides[None, :]
+    into = np.concatenate([[0], np.cumsum(sizes)[:-1]]).astype(np.uint64)
+    tensors = len(memories)
+    return Values(
+        addresses.reshape(-1),
+        np.tile(sizes, count),
+        np.tile(into, count),
+        np.arange(count + 1, dtype=np.int64) * tensors,
+        np.full(count, sizes.sum(), np.uint64),
+        owner,
+    )
+
+
+def of_buffers(buffers: Any, count: int) -> Values:
+    """Value i is ``buffers[i]``: a list of segments, each ``(address, size_bytes)`` or an array."""
+    owner: object = buffers
+    if isinstance(buffers, Buffers):
+        addresses, sizes = _words("addresses", buffers.addresses), _words("sizes", buffers.sizes)
+        counts = _integers("counts", buffers.counts)
+        if len(addresses) != len(sizes) or int(counts.sum()) != len(sizes) or (len(counts) and int(counts.min()) < 1):
+            raise InvalidArgument(
+                f"{len(addresses)} addresses, {len(sizes)} sizes and counts of {int(counts.sum())} segments: they must be "
+                "equal, and each value has at least one segment"
+            )
+    else:
+        addresses, sizes, counts, owner = _listed(buffers)
+    if len(counts) != count:
+        raise InvalidArgument(f"{count} keys and {len(counts)} values: give one value for each key")
+    if len(sizes):
+        wrong = np.flatnonzero((sizes == 0) | (addresses == 0) | (sizes > LARGEST_VALUE))
+        if len(wrong):
+            at = int(wrong[0])
+            raise InvalidArgument(
+                f"segment {at} is of {int(sizes[at])} bytes at address {int(addresses[at])}: sizes are 1 to 2**40, and "
+                "address 0 is none"
+            )
+    first = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+    before = np.concatenate([[0], np.cumsum(sizes, dtype=np.uint64)]).astype(np.uint64)
+    totals = before[first[1:]] - before[first[:-1]]
+    into = before[:-1] - np.repeat(before[first[:-1]], counts)
+    return Values(addresses, sizes, into, first, totals, owner)
+
+
+def _listed(buffers: Any) -> tuple[U64, U64, npt.NDArray[np.int64], object]:
+    addresses: list[int] = []
+    sizes: list[int] = []
+    counts: list[int] = []
+    owners: list[object] = []
+    if not isinstance(buffers, list | tuple):
+        raise InvalidArgument(
+            f"buffers is {shown(buffers)}: give a list with the segments of each value, or Buffers(...)"
+        )
+    for number, value in enumerate(buffers):
+        segments = value if isinstance(value, list) else [value]
+        if not segments:
+            raise InvalidArgument(f"value {number} has no segment")
+        for segment in segments:
+            if isinstance(segment, tuple) and len(segment) == 2 and all(type(word) is int for word in segment):
+                address, size = segment
+                if not (0 < address <= LARGEST and 0 < size <= LARGEST_VALUE and address + size - 1 <= LARGEST):
+                    raise InvalidArgument(
+                        f"value {number} has a segment of {size} bytes at address {address}: sizes are 1 to 2**40, "
+                        "addresses 1 to 2**64 - 1"
+                    )
+            else:
+                memory = recognise(segment, f"value {number}")
+                if memory.count != 1 and memory.stride_bytes != memory.unit_bytes:
+                    raise InvalidArgument(f"value {number} has an array whose rows do not follow each other")
+                address, size = memory.address, memory.unit_bytes * memory.count
+                if size == 0:
+                    raise InvalidArgument(f"value {number} has an empty array")
+                owners.append(memory.owner)
+            addresses.append(address)
+            sizes.append(size)
+        counts.append(len(segments))
+    return np.array(addresses, np.uint64), np.array(sizes, np.uint64), np.array(counts, np.int64), owners
+
+
+def _integers(what: str, numbers: Any) -> npt.NDArray[np.int64]:
+    array = _array(what, numbers)
+    if array.dtype == np.uint64 and len(array) and int(array.max()) >= 2**63:
+        raise InvalidArgument(f"{what} has {int(array.max())}, which is far too large")
+    return np.ascontiguousarray(array, np.int64)
+
+
+def _words(what: str, numbers: Any) -> U64:
+    array = _array(what, numbers)
+    if array.dtype.kind == "i" and len(array) and int(array.min()) < 0:
+        raise InvalidArgument(f"{what} has {int(array.min())}, which is below 0")
+    return np.ascontiguousarray(array, np.uint64)
+
+
+def _array(what: str, numbers: Any) -> npt.NDArray[Any]:
+    try:
+        array = np.asarray(numbers)
+    except Exception as error:  # what is asked is somebody else's code, which may raise anything
+        raise InvalidArgument(f"{what} is {shown(numbers)}: {shown(error)}") from error
+    if array.ndim == 1 and array.size == 0:
+        return array.astype(np.int64)
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise InvalidArgument(f"{what} is {shown(numbers)}: give a list or array of whole numbers")
+    return array

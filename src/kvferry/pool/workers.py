@@ -1,0 +1,138 @@
+"""Threads for what runs beside its caller, and how its end is waited for: with a limit, by polling, or by await."""
+
+import queue
+import threading
+from collections.abc import Callable, Generator
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from kvferry.errors import DeadlineExceeded
+from kvferry.options import checked_timeout
+
+if TYPE_CHECKING:
+    pass
+
+__all__ = ["Future", "Workers"]
+
+T = TypeVar("T")
+
+
+class Future(Generic[T]):
+    """What an asynchronous call will have come to. Waiting again gives the same; any thread or loop may wait.
+
+    After it has ended, nothing is read from or written to the caller's buffers on its behalf.
+    """
+
+    __slots__ = ("_callbacks", "_ended", "_error", "_lock", "_result")
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+        self._callbacks: list[Callable[[], None]] = []
+        self._result: T | None = None
+        self._error: BaseException | None = None
+
+    def done(self) -> bool:
+        """Whether it has ended; never waits."""
+        return self._ended.is_set()
+
+    def wait(self, timeout_ms: int | None = None) -> T:
+        """What it came to; waits for ``timeout_ms`` at most, or until it ends.
+
+        :raises DeadlineExceeded: the wait is over and the call goes on. :raises InvalidArgument: memory that was named
+            turned out not to be there.
+        """
+        limit = None if timeout_ms is None else checked_timeout(timeout_ms) / 1000
+        if not self._ended.wait(limit):
+            raise DeadlineExceeded("the call has not ended yet; it goes on, and may be waited for again")
+        return self._value()
+
+    def __await__(self) -> "Generator[Any, None, T]":
+        import asyncio
+
+        if not self.done():
+            loop = asyncio.get_running_loop()
+            ended = loop.create_future()
+
+            def wake() -> None:
+                if not ended.done():
+                    ended.set_result(None)
+
+            def tell() -> None:
+                try:
+                    loop.call_soon_threadsafe(wake)
+                except RuntimeError:  # the loop is closed: nobody waits in it
+                    return
+
+            self._when_ended(tell)
+            yield from ended.__await__()
+        return self._value()
+
+    def run(self, work: Callable[[], T]) -> None:
+        """Ends with what ``work`` returns or raises; for whoever carries it out."""
+        try:
+            self._result = work()
+        except BaseException as error:  # noqa: BLE001 - it is the waiting thread's
+            self._error = error
+        with self._lock:
+            self._ended.set()
+            callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            callback()
+
+    def _value(self) -> T:
+        if self._error is not None:
+            raise self._error
+        return self._result  # type: ignore[return-value]
+
+    def _when_ended(self, callback: Callable[[], None]) -> None:
+        with self._lock:
+            if not self._ended.is_set():
+                self._callbacks.append(callback)
+                return
+        callback()
+
+    def __repr__(self) -> str:
+        return f"<Future: {'ended' if self.done() else 'under way'}>"
+
+
+class Workers:
+    """Up to ``most`` daemon threads, made when there is work and none is idle."""
+
+    def __init__(self, name: str, most: int) -> None:
+        self._name, self._most = name, most
+        self._lock = threading.Lock()
+        self._queue: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
+        self._threads = 0
+        self._idle = 0
+        self._closed = False
+
+    def submit(self, work: Callable[[], T]) -> "Future[T]":
+        """Has ``work`` run on one of the threads."""
+        future: Future[T] = Future()
+        with self._lock:
+            if self._closed:
+                raise RuntimeError("submitted to workers that are closed")
+            if self._idle > 0:
+                self._idle -= 1
+            elif self._threads < self._most:
+                self._threads += 1
+                threading.Thread(target=self._serve, name=self._name, daemon=True).start()
+            self._queue.put((future, work))
+        return future
+
+    def close(self) -> None:
+        """What was submitted is still carried out; the threads end after it."""
+        with self._lock:
+            self._closed = True
+            for _ in range(self._threads):
+                self._queue.put(None)
+
+    def _serve(self) -> None:
+        while (job := self._queue.get()) is not None:
+            future, work = job
+            del job
+            future.run(work)
+            del future, work
+            with self._lock:
+                if self._queue.empty():
+                    self._idle += 1

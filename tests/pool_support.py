@@ -1,0 +1,86 @@
+"""Real pool nodes for tests: processes behind a Unix socket, and values whose bytes say whose they are."""
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+PATIENCE_S = 15.0
+
+Nodes = Callable[..., "NodeProcess"]
+
+
+class NodeProcess:
+    """``python -m kvferry.pool.node`` at ``address``; `start` runs it, and again after it has ended."""
+
+    def __init__(self, address: str, memory: str = "64MiB", *options: str) -> None:
+        self.address = address
+        self.command = [sys.executable, "-m", "kvferry.pool.node", "--listen", address, "--memory", memory, *options]
+        self.process: subprocess.Popen[str] | None = None
+        self.line = ""
+        self.start()
+
+    @property
+    def pid(self) -> int:
+        assert self.process is not None
+        return self.process.pid
+
+    def start(self) -> None:
+        self.process = subprocess.Popen(self.command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        assert self.process.stdout is not None
+        ready, _, _ = select.select([self.process.stdout], [], [], PATIENCE_S)
+        self.line = self.process.stdout.readline() if ready else ""
+        if "pool node at" not in self.line:
+            self.process.kill()
+            raise AssertionError(f"the node did not start: {self.line} {self.process.communicate()[1]}")
+        if self.address.endswith(":0"):
+            self.address = self.command[4] = self.line.split(" at ")[1].split(": ")[0]
+
+    def signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.signal(signal.SIGKILL)
+        assert self.process is not None
+        self.process.wait(PATIENCE_S)
+
+    def stop(self) -> int:
+        """Its exit status after SIGTERM."""
+        assert self.process is not None
+        if self.process.poll() is None:
+            self.signal(signal.SIGCONT)
+            self.signal(signal.SIGTERM)
+        _, words = self.process.communicate(timeout=PATIENCE_S)
+        if words:
+            print(words, file=sys.stderr)
+        return self.process.returncode
+
+
+def names(count: int, prefix: str = "key") -> list[bytes]:
+    return [f"{prefix} {i}".encode() for i in range(count)]
+
+
+def block_bytes_of(seed: int, count: int, size: int) -> npt.NDArray[np.uint8]:
+    """``count`` values of ``size`` bytes, each unlike every other."""
+    return np.random.default_rng(seed).integers(0, 256, (count, size), dtype=np.uint8)
+
+
+def until(condition: Callable[[], Any], patience_s: float = PATIENCE_S) -> Any:
+    end = time.monotonic() + patience_s
+    while not (value := condition()):
+        assert time.monotonic() < end, "it did not come true in time"
+        time.sleep(0.01)
+    return value
+
+
+def runtime_directory(tmp_path: Path) -> Path:
+    """Short enough for a Unix socket's name, which ends after 107 bytes."""
+    return tmp_path
