@@ -134,6 +134,46 @@ void a_source_that_is_held_costs_its_puller_the_deadline(std::uint64_t unit_byte
   CHECK(eventually([&] { return refusal([&] { pair.there->registry().remove(far->geometry.cache_id); }) == Kind::ok; }));
 }
 
+std::shared_ptr<const Moves> one_span(std::uint64_t from, std::uint64_t to, std::uint64_t bytes) {
+  const std::uint64_t listed[] = {from, to, bytes};
+  return Moves::make_spans(listed, 1);
+}
+
+// Memory that is no cache has no guard that could say so: its node does.
+void memory_of_a_process_that_is_held_is_said_by_its_node(std::uint64_t unit_bytes) {
+  Pair pair;
+  Owned far(pair.there->registry(), {"a", 1, units, unit_bytes});
+  fill(*far.cache, 3);
+  Held memory(units * unit_bytes);
+  const auto at = reinterpret_cast<std::uint64_t>(memory.data());
+  const auto pull = [&](std::uint64_t into, int timeout_ms) {
+    return pair.here->pull(pair.link, by_name("a"), std::nullopt, one_span(0, into, units * unit_bytes), Deadline::after_ms(timeout_ms), any_transport)->run_here();
+  };
+  check_given_up(pull(at, 200));
+  CHECK(pull(at, 2000).outcome.kind == Kind::busy);
+  std::vector<std::byte> plain(units * unit_bytes);
+  CHECK_BY(cma, pull(reinterpret_cast<std::uint64_t>(plain.data()), 2000));
+  CHECK(refusal([&] { pair.here->close(); }) == Kind::busy);
+  memory.let_go();
+  CHECK(eventually([&] { return refusal([&] { pair.here->close(); }) == Kind::ok; }));
+}
+
+void a_held_source_of_a_push_is_its_pushers(std::uint64_t unit_bytes) {
+  Pair pair;
+  Owned far(pair.there->registry(), {"a", 1, units, unit_bytes});
+  fill(*far.cache, 3);
+  Held memory(units * unit_bytes);
+  const auto at = reinterpret_cast<std::uint64_t>(memory.data());
+  const auto push = pair.here->push(pair.link, std::nullopt, by_name("a"), one_span(at, 0, units * unit_bytes), Deadline::after_ms(200), any_transport);
+  CHECK(push->run_here().outcome.kind == Kind::deadline);
+  Owned other(pair.here->registry(), {"b", 1, units, unit_bytes});
+  CHECK_BY(cma, pulled(*pair.there, pair.back, by_name("b"), *far.cache, whole()));  // nobody else waits for it
+  CHECK(eventually([&] { return pair.here->engine().memory_held.load() == 1; }));
+  CHECK(refusal([&] { pair.here->close(); }) == Kind::busy);
+  memory.let_go();
+  CHECK(eventually([&] { return refusal([&] { pair.here->close(); }) == Kind::ok; }));
+}
+
 void more_than_may_be_held_at_once_are_refused() {
   Pair pair;
   Owned source(pair.there->registry(), {"a", 1, units, 4096});
@@ -162,6 +202,8 @@ int main() {
     a_destination_that_is_held_is_quarantined(unit_bytes);
     so_is_that_of_a_push(unit_bytes);
     a_source_that_is_held_costs_its_puller_the_deadline(unit_bytes);
+    memory_of_a_process_that_is_held_is_said_by_its_node(unit_bytes);
+    a_held_source_of_a_push_is_its_pushers(unit_bytes);
   }
   more_than_may_be_held_at_once_are_refused();
   return TEST_RESULT();
