@@ -1,7 +1,7 @@
 """The command ``kvferry``.
 
 ``kvferry doctor`` says which transports work on this host, and what to change; ``kvferry pool`` looks at the pool node of
-whoever runs it, and ends it.
+whoever runs it, and ends it; ``kvferry replay`` says what a pool would have done for recorded requests.
 """
 
 import argparse
@@ -11,6 +11,8 @@ import sys
 import time
 from collections.abc import Sequence
 from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
 
 from kvferry.errors import KvferryError
 
@@ -30,6 +32,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     doctor.add_argument("--json", action="store_true", help="for programs: the report and the verdicts")
     doctor.set_defaults(run=_doctor)
     _add_pool(commands.add_parser("pool", help="the pool node of your own on this host"))
+    _add_replay(
+        commands.add_parser("replay", help="recorded requests through a pool's store, bytes simulated: hit rates")
+    )
     chosen = parser.parse_args(arguments)
     status: int = chosen.run(chosen)
     return status
@@ -43,6 +48,20 @@ def _add_pool(pool: argparse.ArgumentParser) -> None:
     stop = commands.add_parser("stop", help="ask it to leave; what it holds is lost, and loads of it are misses")
     stop.add_argument("--timeout-s", type=float, default=10.0, help="after which it is killed (default 10)")
     stop.set_defaults(run=_pool_stop)
+
+
+def _add_replay(replay: argparse.ArgumentParser) -> None:
+    replay.add_argument("trace", type=Path, help="one JSON object a line, with input_length and hash_ids")
+    replay.add_argument(
+        "--capacity",
+        default="100k,300k,1M,3M,10M,30M,100M",
+        help="tokens (k, M, G) or bytes (MiB, GiB, TiB), with commas",
+    )
+    replay.add_argument("--policy", default="lru,s3fifo", help="lru, s3fifo, or both with a comma (the default)")
+    replay.add_argument("--block-tokens", type=int, default=512, help="tokens that one id stands for (512)")
+    replay.add_argument("--token-bytes", type=int, default=1 << 17, help="KV cache of one token, in bytes (131072)")
+    replay.add_argument("--plot", type=Path, metavar="OUT.png", help="hit rate against capacity; needs matplotlib")
+    replay.set_defaults(run=_replay)
 
 
 def _doctor(chosen: argparse.Namespace) -> int:
@@ -99,6 +118,44 @@ def _pool_stop(chosen: argparse.Namespace) -> int:
         "killed": f"The pool node did not leave within {chosen.timeout_s:g} s and was killed",
     }
     print(said[how])
+    return 0
+
+
+def _replay(chosen: argparse.Namespace) -> int:
+    from kvferry.pool import replay
+    from kvferry.pool.eviction import POLICIES
+
+    try:
+        policies = chosen.policy.split(",")
+        if unknown := [policy for policy in policies if policy not in POLICIES]:
+            raise ValueError(f"no policy is called {unknown[0]!r}; there are {', '.join(POLICIES)}")
+        if chosen.block_tokens < 1 or chosen.token_bytes < 1:
+            raise ValueError("--block-tokens and --token-bytes are at least 1")
+        if chosen.plot is not None and find_spec("matplotlib") is None:
+            raise ValueError(
+                "--plot needs matplotlib, which is not installed: pip install matplotlib, or leave --plot out"
+            )
+        if chosen.plot is not None and not chosen.plot.absolute().parent.is_dir():
+            raise ValueError(f"--plot: there is no directory {chosen.plot.parent}")
+        capacities = [replay.capacity_tokens(words, chosen.token_bytes) for words in chosen.capacity.split(",")]
+        requests = replay.read(chosen.trace)
+    except (ValueError, OSError) as error:
+        return _failed(error)
+    prompts = sum(request.tokens for request in requests)
+    print(
+        f"{len(requests):,} requests, {prompts:,} tokens of prompts; counted are tokens of prompts, hits of whole blocks"
+    )
+    print("of the unbroken prefix; the optimum is Belady's, in blocks\n")
+    print(replay.HEAD)
+    results = []
+    for result, best in replay.compare(
+        requests, capacities, policies, block_tokens=chosen.block_tokens, token_bytes=chosen.token_bytes
+    ):
+        results.append(result)
+        print(replay.row(result, best), flush=True)
+    if chosen.plot is not None:
+        replay.plot(results, chosen.plot)
+        print(f"\n{chosen.plot}")
     return 0
 
 

@@ -1,6 +1,6 @@
 """What a pool node holds: who may save where, what is found where, and who goes when room is needed.
 
-    store = Store(capacity_bytes, segment_bytes=…, policy="lru", add_segment=…, drop_segment=…)
+    store = Store(capacity_bytes, segment_bytes=…, policy="s3fifo", add_segment=…, drop_segment=…)
     space = store.space(namespace, fingerprint, quota_bytes=…, apart=…)     # keys are bytes, unique within a space
 
     saving = store.reserve(space, keys, sizes, parents=CHAIN, ttl_ms=None, owner=…, until=…, now=…)
@@ -58,7 +58,7 @@ CHAIN: Final = "chain"
 
 _EARLY = "early"  # evicted, out of the policy's small queue
 
-DEFAULT_POLICY = "lru"
+DEFAULT_POLICY = "s3fifo"
 """By replaying a trace of production traffic: docs/pool.md, "Which policy"."""
 GIVES_UP = 8
 """A value is FULL when so many times its bytes (and a segment's) went for it, and there is still no place in one piece."""
