@@ -30,7 +30,7 @@ def nodes(tmp_path: Path) -> Iterator[Nodes]:
     started: list[NodeProcess] = []
 
     def start(memory: str = "64MiB", *options: str, address: str = "") -> NodeProcess:
-        where = address or "127.0.0.1:0"
+        where = address or f"unix:{tmp_path}/{len(started)}.sock"
         started.append(NodeProcess(where, memory, *options))
         return started[-1]
 

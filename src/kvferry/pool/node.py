@@ -135,6 +135,7 @@ class PoolNode:
                 return
             if call is not None:
                 self._handle(call)
+                call = None  # one that was not answered tells its asker so when no name holds it any more
             self._end_what_is_due()
             if idle_s is not None and not self._node.links and time.monotonic() - self._asked > idle_s:
                 log.info("nobody has asked for %.0f s: leaving", idle_s)
@@ -440,7 +441,7 @@ class Private:
         self.secret = secrets.token_bytes(16)
         self._directory = tempfile.mkdtemp(prefix="kvferry-")
         try:
-            self._node = PoolNode("127.0.0.1:0", memory_bytes, secret=self.secret)
+            self._node = PoolNode(f"unix:{self._directory}/pool.sock", memory_bytes, secret=self.secret)
         except BaseException:
             shutil.rmtree(self._directory, ignore_errors=True)
             raise
