@@ -13,13 +13,6 @@ import kvferry
 
 
 @dataclass(frozen=True)
-class Buffers:
-    addresses: Any
-    sizes: Any
-    counts: Any
-
-
-@dataclass(frozen=True)
 class Outcome:
     outcomes: list[str]
 
@@ -32,7 +25,7 @@ class Outcome:
         return Counter(self.outcomes)
 
 
-class Future:
+class Future(kvferry.Future[Any]):
     def __init__(self, work: Callable[[], Outcome]) -> None:
         self.work = work
         self.outcome: Outcome | None = None
@@ -70,19 +63,19 @@ class FakePool:
             raise self.error
         return Outcome([self.word or ("hit" if key in self.values else "never_saved") for key in keys])
 
-    def load(self, keys: "list[bytes]", *, buffers: Buffers, **how: Any) -> Outcome:
+    def load(self, keys: "list[bytes]", *, buffers: kvferry.Buffers, **how: Any) -> Outcome:
         return self._note("load", keys, buffers, how)
 
-    def save(self, keys: "list[bytes]", *, buffers: Buffers, **how: Any) -> Outcome:
+    def save(self, keys: "list[bytes]", *, buffers: kvferry.Buffers, **how: Any) -> Outcome:
         return self._note("save", keys, buffers, how)
 
-    def load_async(self, keys: "list[bytes]", *, buffers: Buffers, **how: Any) -> Future:
+    def load_async(self, keys: "list[bytes]", *, buffers: kvferry.Buffers, **how: Any) -> Future:
         return self._later("load", keys, buffers, how)
 
-    def save_async(self, keys: "list[bytes]", *, buffers: Buffers, **how: Any) -> Future:
+    def save_async(self, keys: "list[bytes]", *, buffers: kvferry.Buffers, **how: Any) -> Future:
         return self._later("save", keys, buffers, how)
 
-    def _later(self, verb: str, keys: "list[bytes]", buffers: Buffers, how: Any) -> Future:
+    def _later(self, verb: str, keys: "list[bytes]", buffers: kvferry.Buffers, how: Any) -> Future:
         if isinstance(self.error, kvferry.InvalidArgument):
             raise self.error
         future = Future(lambda: self._note(verb, keys, buffers, how))
@@ -90,7 +83,7 @@ class FakePool:
         self.futures.append(future)
         return future
 
-    def _note(self, verb: str, keys: "list[bytes]", buffers: Buffers, how: Any) -> Outcome:
+    def _note(self, verb: str, keys: "list[bytes]", buffers: kvferry.Buffers, how: Any) -> Outcome:
         self.calls.append((verb, keys, how))
         if self.error:
             raise self.error

@@ -5,18 +5,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ems_support import buffer, refused
-from fake_pool import FakePool
+from ems_support import buffer
 
-import kvferry
-from ems import CcConfig, CcKvOption, CcResult, EmsErrorCode, KvBufferWrapper, PrimaryKey
+from ems import CcConfig, CcKvOption, CcResult, PrimaryKey
 
 OPTION = CcKvOption(timeout=1000)
 
 
 @pytest.fixture
-def cc(open_cc: Callable[..., Any]) -> Any:
-    return open_cc()
+def cc(real_cc: Callable[..., Any]) -> Any:
+    return real_cc()
 
 
 def values(count: int, size: int = 16, seed: int = 0) -> Any:
@@ -50,7 +48,7 @@ def test_a_value_is_its_segments_in_their_order(cc: Any) -> None:
     np.testing.assert_array_equal(loaded, whole)
 
 
-def test_success_is_the_run_before_the_first_missing_key(cc: Any, fake: FakePool) -> None:
+def test_success_is_the_run_before_the_first_missing_key(cc: Any) -> None:
     cc.save(OPTION, ["a", "c"], [[buffer(one)] for one in values(2)])
     loaded = [np.zeros(16, np.uint8) for _ in range(3)]
     assert cc.load(OPTION, ["a", "b", "c"], [[buffer(one)] for one in loaded]) == CcResult(1, 3)
@@ -81,14 +79,14 @@ def test_exists_counts_the_leading_run(cc: Any) -> None:
     assert cc.exists(["c", "a"], OPTION) == CcResult(0, 2)
 
 
-def test_models_and_tenants_do_not_see_each_others_values(open_cc: Callable[..., Any]) -> None:
-    one = open_cc(access_id="tenant-1")
+def test_models_and_tenants_do_not_see_each_others_values(real_cc: Callable[..., Any]) -> None:
+    one = real_cc(access_id="tenant-1")
     one.save(OPTION, ["a"], [[buffer(values(1)[0])]])
     assert one.exists(["a"]).success == 1
-    assert open_cc(access_id="tenant-2").exists(["a"]).success == 0
-    assert open_cc().exists(["a"]).success == 0
+    assert real_cc(access_id="tenant-2").exists(["a"]).success == 0
+    assert real_cc().exists(["a"]).success == 0
     assert (
-        open_cc(CcConfig(rank_id=0, device_id=0, model_id="another"), access_id="tenant-1").exists(["a"]).success == 0
+        real_cc(CcConfig(rank_id=0, device_id=0, model_id="another"), access_id="tenant-1").exists(["a"]).success == 0
     )
 
 
@@ -96,22 +94,6 @@ def test_a_string_is_no_primary_key(cc: Any) -> None:
     cc.save(OPTION, ["ab"], [[buffer(values(1)[0])]])
     for other in (PrimaryKey("a", "b"), PrimaryKey("ab", "ab")):
         assert cc.exists([other]).success == 0
-
-
-def test_strings_are_routed_by_themselves_and_primary_keys_by_their_first_part(cc: Any, fake: FakePool) -> None:
-    cc.save(OPTION, ["x", PrimaryKey("group", "1"), PrimaryKey("group", "2")], [[buffer(one)] for one in values(3)])
-    assert fake.calls[-1][2]["routes"] == [b"x", b"group", b"group"]
-
-
-def test_options_reach_the_pool(cc: Any, fake: FakePool) -> None:
-    cc.save(CcKvOption(write_rcache=False, timeout=70), ["a"], [[buffer(values(1)[0])]])
-    assert fake.calls[-1][2]["local_copy"] is False
-    assert fake.calls[-1][2]["timeout_ms"] == 70
-    cc.load(CcKvOption(read_local_only=True), ["a"], [[buffer(values(1)[0])]])
-    assert fake.calls[-1][2]["local_only"] is True
-    cc.exists(["a"], CcKvOption(read_local_only=True, timeout=3))
-    assert fake.calls[-1][2]["local_only"] is True
-    assert fake.calls[-1][2]["timeout_ms"] == 3
 
 
 @pytest.mark.parametrize("kind", [list, tuple])
@@ -127,80 +109,3 @@ def test_a_buffer_is_shared_by_requests(cc: Any) -> None:
     shared = [[buffer(values(1)[0])]]
     futures = [cc.async_save(OPTION, [f"k{index}"], shared) for index in range(5)]
     assert [future.result().success for future in futures] == [1] * 5
-
-
-# -- what goes wrong on the way
-
-
-def test_an_unmapped_pointer_is_an_invalid_argument_at_submit(cc: Any, fake: FakePool) -> None:
-    fake.error = kvferry.InvalidArgument("span 0 is not mapped")
-    for call in (cc.load, cc.async_load, cc.save, cc.async_save):
-        with refused("not mapped"):
-            call(OPTION, ["a"], [[KvBufferWrapper(4096, 8)]])
-
-
-@pytest.mark.parametrize(
-    ("error", "code"),
-    [
-        (kvferry.DeadlineExceeded("late"), EmsErrorCode.EMS_IO_TIMEOUT),
-        (kvferry.PeerLost("lost"), EmsErrorCode.EMS_IO_ERROR),
-        (kvferry.NodeClosed("closed"), EmsErrorCode.EMS_IO_ERROR),
-        (kvferry.InternalError("broken"), EmsErrorCode.EMS_INTERNAL_ERROR),
-        (RuntimeError("nobody thought of this"), EmsErrorCode.EMS_INTERNAL_ERROR),
-    ],
-)
-def test_errors_of_the_pool_come_with_the_result(cc: Any, fake: FakePool, error: Any, code: EmsErrorCode) -> None:
-    fake.error = error
-    future = cc.async_load(OPTION, ["a"], [[buffer(values(1)[0])]])
-    assert cc.is_ready(future)
-    for _ in range(2):
-        with refused(str(error), code):
-            future.result()
-
-
-@pytest.mark.parametrize(
-    "word", ["evicted", "expired", "full", "oversize", "corrupted", "lease_lost", "pool_off", "removed"]
-)
-def test_no_miss_raises(cc: Any, fake: FakePool, word: str) -> None:
-    fake.word = word
-    assert cc.load(OPTION, ["a"], [[buffer(values(1)[0])]]) == CcResult(0, 1)
-    assert cc.save(OPTION, ["a"], [[buffer(values(1)[0])]]) == CcResult(0, 1)
-
-
-def test_time_that_is_up_before_the_first_success_is_an_error(cc: Any, fake: FakePool) -> None:
-    fake.word = "timeout"
-    for call in (cc.load, cc.save):
-        with refused("1000 ms", EmsErrorCode.EMS_IO_TIMEOUT):
-            call(OPTION, ["a"], [[buffer(values(1)[0])]])
-    assert cc.exists(["a"]) == CcResult(0, 1)
-
-
-def test_a_pool_that_does_not_answer_is_an_error(cc: Any, fake: FakePool) -> None:
-    fake.word = "node_lost"
-    with refused("check_health", EmsErrorCode.EMS_IO_ERROR):
-        cc.load(OPTION, ["a"], [[buffer(values(1)[0])]])
-    assert cc.exists(["a"]) == CcResult(0, 1)
-    fake.word, fake.error = "", kvferry.PeerLost("lost")
-    assert cc.exists(["a"]) == CcResult(0, 1)
-
-
-def answer(monkeypatch: pytest.MonkeyPatch, fake: FakePool, *words: str) -> None:
-    outcome = type("Outcome", (), {"outcomes": list(words), "ok": [word in ("hit", "saved") for word in words]})()
-    monkeypatch.setattr(fake, "load", lambda *_, **__: outcome)
-
-
-@pytest.mark.parametrize(
-    ("words", "success"), [(["hit", "timeout"], 1), (["hit", "node_lost"], 1), (["timeout", "hit"], 0)]
-)
-def test_a_lost_or_slow_node_costs_its_own_keys_alone(
-    cc: Any, fake: FakePool, monkeypatch: pytest.MonkeyPatch, words: Any, success: int
-) -> None:
-    answer(monkeypatch, fake, *words)
-    assert cc.load(OPTION, ["a", "b"], [[buffer(one)] for one in values(2)]) == CcResult(success, 2)
-
-
-def test_keys_of_a_lost_node_are_misses_while_others_answer(
-    cc: Any, fake: FakePool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    answer(monkeypatch, fake, "node_lost")
-    assert cc.load(OPTION, ["a"], [[buffer(values(1)[0])]]) == CcResult(0, 1)

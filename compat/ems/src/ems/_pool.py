@@ -5,37 +5,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-import kvferry as front_door
+import kvferry
 from ems.arguments import Addresses, Integers
 from ems.common.exception import kvferry_errors
 from ems.values import CcKvOption
 
-kvferry: Any = front_door
-
 HEALTH_TIMEOUT_MS = 1000
 PROBES = [b"ems: is anybody there? %d" % number for number in range(8)]  # so many that they go to several nodes
 NO_ANSWER = frozenset({"timeout", "node_lost"})
-
-
-class Outcome(Protocol):
-    """What became of each key of a request."""
-
-    @property
-    def outcomes(self) -> Sequence[str]: ...
-    @property
-    def ok(self) -> Sequence[bool]: ...
-
-
-class Future(Protocol):
-    def done(self) -> bool: ...
-    def wait(self) -> Outcome: ...
 
 
 @dataclass(frozen=True)
@@ -47,6 +30,14 @@ class Batch:
     sizes: Addresses
     counts: Integers
     routes: list[bytes] | None = None
+
+    def named(self) -> dict[str, Any]:
+        """As arguments of kvferry's verbs."""
+        return {
+            "keys": self.keys,
+            "buffers": kvferry.Buffers(self.addresses, self.sizes, self.counts),
+            "routes": self.routes,
+        }
 
     def part(self, indexes: npt.NDArray[np.intp]) -> Batch:
         """Some of the keys, ascending."""
@@ -68,32 +59,28 @@ class Batch:
 class Pool:
     """An open pool, in the words of this package. Errors are ``EmsException``."""
 
-    def __init__(self, pool: Any) -> None:
+    def __init__(self, pool: kvferry.Pool) -> None:
         self._pool = pool
 
     def close(self) -> None:
         self._pool.close()
 
-    def load(self, batch: Batch, option: CcKvOption, timeout_ms: int, *, wait: bool) -> Future:
-        return self._start("load", batch, timeout_ms, wait, local_only=bool(option.read_local_only))
-
-    def save(self, batch: Batch, option: CcKvOption, timeout_ms: int, *, wait: bool) -> Future:
-        return self._start("save", batch, timeout_ms, wait, local_copy=bool(option.write_rcache))
-
-    def _start(self, verb: str, batch: Batch, timeout_ms: int, wait: bool, **how: bool) -> Future:
-        buffers = kvferry.Buffers(batch.addresses, batch.sizes, batch.counts)
+    def load(self, batch: Batch, option: CcKvOption, timeout_ms: int, *, wait: bool) -> Ended | Running:
         with kvferry_errors():
-            if wait:  # on this thread: handing it to another costs more than a small copy
-                call = getattr(self._pool, verb)
-                return Ended(call(batch.keys, buffers=buffers, routes=batch.routes, timeout_ms=timeout_ms, **how))
-            call = getattr(self._pool, f"{verb}_async")
-            return Running(call(batch.keys, buffers=buffers, routes=batch.routes, timeout_ms=timeout_ms, **how))
+            call = self._pool.load if wait else self._pool.load_async
+            local = bool(option.read_local_only)
+            return _request(call(**batch.named(), timeout_ms=timeout_ms, local_only=local))
 
-    def exists(self, keys: list[bytes], option: CcKvOption, routes: list[bytes] | None = None) -> Outcome:
+    def save(self, batch: Batch, option: CcKvOption, timeout_ms: int, *, wait: bool) -> Ended | Running:
+        with kvferry_errors():
+            call = self._pool.save if wait else self._pool.save_async
+            copied = bool(option.write_rcache)
+            return _request(call(**batch.named(), timeout_ms=timeout_ms, local_copy=copied))
+
+    def exists(self, keys: list[bytes], option: CcKvOption, routes: list[bytes] | None = None) -> kvferry.Outcome:
         with kvferry_errors():
             local = bool(option.read_local_only)
-            found: Outcome = self._pool.exists(keys, routes=routes, timeout_ms=option.timeout, local_only=local)
-            return found
+            return self._pool.exists(keys, routes=routes, timeout_ms=int(option.timeout), local_only=local)
 
     def is_reachable(self, timeout_ms: int = HEALTH_TIMEOUT_MS) -> bool:
         """Whether any node answers."""
@@ -103,31 +90,34 @@ class Pool:
 
 
 class Ended:
-    """A request that is over."""
+    """A request that was waited for: on the caller's thread, since handing it to another costs more than a small copy."""
 
-    def __init__(self, outcome: Outcome) -> None:
+    def __init__(self, outcome: kvferry.Outcome) -> None:
         self._outcome = outcome
 
     def done(self) -> bool:
         return True
 
-    def wait(self) -> Outcome:
+    def wait(self) -> kvferry.Outcome:
         return self._outcome
 
 
 class Running:
-    """A request of kvferry's in flight."""
+    """A request in flight."""
 
-    def __init__(self, future: Any) -> None:
+    def __init__(self, future: kvferry.Future[kvferry.Outcome]) -> None:
         self._future = future
 
     def done(self) -> bool:
-        return bool(self._future.done())
+        return self._future.done()
 
-    def wait(self) -> Outcome:
+    def wait(self) -> kvferry.Outcome:
         with kvferry_errors():
-            outcome: Outcome = self._future.wait()  # has the request's own deadline
-            return outcome
+            return self._future.wait()  # has the request's own deadline
+
+
+def _request(started: kvferry.Outcome | kvferry.Future[kvferry.Outcome]) -> Ended | Running:
+    return Running(started) if isinstance(started, kvferry.Future) else Ended(started)
 
 
 def connect(access_id: str, access_key: str | None, timeout_ms: int = 5000) -> Pool:

@@ -16,7 +16,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from ems._pool import Batch, Future, Outcome, Pool
+import kvferry
+from ems._pool import Batch, Ended, Pool, Running
 from ems.common.exception import EmsErrorCode, EmsException
 from ems.log import say_once
 from ems.values import CcKvOption, CcResult
@@ -56,7 +57,7 @@ class CcFuture:
         self._result: CcResult | None = None
         self._resolved = False
         self._indexes = np.arange(len(batch.keys)) if first is None or not len(first) else first
-        self._round: Future | None = None
+        self._round: Ended | Running | None = None
         if not batch.keys:
             self._resolved = True
             return
@@ -93,7 +94,7 @@ class CcFuture:
 
     # -- rounds, under the lock
 
-    def _begin(self, wait: bool) -> Future:
+    def _begin(self, wait: bool) -> Ended | Running:
         left_ms = max(0, int((self._deadline - time.monotonic()) * 1000)) if self._rounds else int(self._option.timeout)
         if self._rounds == 1:
             left_ms = max(left_ms, min(LAST_LOOK_MS, int(self._option.timeout)))
@@ -115,7 +116,7 @@ class CcFuture:
             self._error = error
             self._end()
 
-    def _take(self, outcome: Outcome) -> None:
+    def _take(self, outcome: kvferry.Outcome) -> None:
         self._round = None
         self._ok[self._indexes] = np.asarray(outcome.ok, np.bool_)
         for index, word in zip(self._indexes.tolist(), outcome.outcomes, strict=True):
