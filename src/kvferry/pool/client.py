@@ -35,6 +35,7 @@ __all__ = ["Pool"]
 
 LONGEST_KEY = 255
 THREADS = 8
+TRANSPORTS = ("map", "cma", "socket")
 # At most this much of a batch is reserved or leased at a time: a batch of any size takes a bounded share of a node.
 KEYS_AT_A_TIME = 16_384
 BYTES_AT_A_TIME = 256 << 20
@@ -88,13 +89,18 @@ class Pool:
         secret: str | bytes | None = None,
         node_secret: str | bytes | None = None,
         quota_bytes: int | None = None,
+        transports: Sequence[str] = TRANSPORTS,
         keep: Any = None,
     ) -> None:
         """For :meth:`connect` and :meth:`private`. ``membership`` None: the pool is off. ``keep`` is closed with it."""
         quota = None if quota_bytes is None else whole("quota_bytes", quota_bytes, least=1)
         self._space = Space(text("namespace", namespace), _digest(secret), b"", quota)
         self._membership = membership
-        self._node_secret = node_secret
+        self._node_options: dict[str, Any] = {
+            "secret": node_secret,
+            "transports": transports,
+            "program": "kvferry-pool-client",
+        }
         self._keep = keep
         self._memories: tuple[Memory, ...] = ()
         self._lock = threading.Lock()
@@ -114,6 +120,7 @@ class Pool:
         secret: str | bytes | None = None,
         node_secret: str | bytes | None = None,
         quota_bytes: int | None = None,
+        transports: Sequence[str] = TRANSPORTS,
         start: bool = True,
         timeout_ms: int = 5000,
     ) -> "Pool":
@@ -125,7 +132,7 @@ class Pool:
 
         ``namespace``: values of one are never found in another. With a ``secret``, only those who give the same one find
         them. ``quota_bytes``: the most that this namespace may fill of each node. ``node_secret``: what links to the nodes
-        must know.
+        must know. ``transports``: what links to the nodes may use at all.
         """
         until = time.monotonic() + checked_timeout(timeout_ms) / 1000
         membership: Membership | None
@@ -137,7 +144,14 @@ class Pool:
                 return cls.private(namespace=namespace, secret=secret, quota_bytes=quota_bytes)
             listed = [places.OWN] if found == places.OWN else found
             membership = None if listed is None else StaticMembership(Member(where, where) for where in listed)
-        pool = cls(membership, namespace=namespace, secret=secret, node_secret=node_secret, quota_bytes=quota_bytes)
+        pool = cls(
+            membership,
+            namespace=namespace,
+            secret=secret,
+            node_secret=node_secret,
+            quota_bytes=quota_bytes,
+            transports=transports,
+        )
         pool._start = truth("start", start)
         pool._reach_all(until)
         return pool
@@ -577,7 +591,7 @@ class Pool:
             if self._pid != os.getpid():
                 self._pid = os.getpid()
                 self._workers, self._beside = Workers("kvferry-pool", THREADS), Workers("kvferry-pool-beside", THREADS)
-                self._node = Node(secret=self._node_secret, program="kvferry-pool-client")
+                self._node = Node(**self._node_options)
                 self._peers: dict[tuple[str, str], Peer] = {}
                 self._order: list[Peer] = []
                 self._members: tuple[Member, ...] = ()
@@ -690,6 +704,8 @@ def _words(what: str, words: Any) -> list[bytes]:
         raise InvalidArgument(
             f"{what} is {shown(words)}: give a list of bytes or strings, or the array of prefix_keys()"
         )
+    if set(map(type, words)) == {bytes} and 0 < min(map(len, words)) and max(map(len, words)) <= LONGEST_KEY:
+        return list(words)
     listed = []
     for number, word in enumerate(words):
         raw = word.encode() if isinstance(word, str) else word

@@ -49,16 +49,21 @@ class Values:
 
     def spans(self, chosen: npt.NDArray[np.int64], offsets: U64, *, to_node: bool) -> Spans:
         """The moves of the ``chosen`` values from, or to, what begins at ``offsets`` (one for each) of a segment."""
+        if len(self.sizes) == len(self.totals):  # a segment each
+            return _spans(self.addresses[chosen], offsets, self.sizes[chosen], to_node)
         counts = self.first[chosen + 1] - self.first[chosen]
         total = int(counts.sum())
         ends = np.cumsum(counts)
         at = np.arange(total, dtype=np.int64) + np.repeat(self.first[chosen] - (ends - counts), counts)
         there = self.into[at] + np.repeat(offsets, counts)
-        here = self.addresses[at]
-        spans = np.empty((total, 3), np.uint64)
-        spans[:, 0], spans[:, 1] = (here, there) if to_node else (there, here)
-        spans[:, 2] = self.sizes[at]
-        return spans
+        return _spans(self.addresses[at], there, self.sizes[at], to_node)
+
+
+def _spans(here: U64, there: U64, sizes: U64, to_node: bool) -> Spans:
+    spans = np.empty((len(sizes), 3), np.uint64)
+    spans[:, 0], spans[:, 1] = (here, there) if to_node else (there, here)
+    spans[:, 2] = sizes
+    return spans
 
 
 def of_blocks(memories: Sequence[Memory], blocks: Any, count: int, owner: object) -> Values:
@@ -101,7 +106,7 @@ def of_buffers(buffers: Any, count: int) -> Values:
         addresses, sizes, counts, owner = _listed(buffers)
     if len(counts) != count:
         raise InvalidArgument(f"{count} keys and {len(counts)} values: give one value for each key")
-    if len(sizes):
+    if isinstance(buffers, Buffers) and len(sizes):
         wrong = np.flatnonzero((sizes == 0) | (addresses == 0) | (sizes > LARGEST_VALUE))
         if len(wrong):
             at = int(wrong[0])
@@ -109,6 +114,8 @@ def of_buffers(buffers: Any, count: int) -> Values:
                 f"segment {at} is of {int(sizes[at])} bytes at address {int(addresses[at])}: sizes are 1 to 2**40, and "
                 "address 0 is none"
             )
+    if len(sizes) == count:
+        return Values(addresses, sizes, np.zeros(count, np.uint64), np.arange(count + 1), sizes, owner)
     first = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
     before = np.concatenate([[0], np.cumsum(sizes, dtype=np.uint64)]).astype(np.uint64)
     totals = before[first[1:]] - before[first[:-1]]
