@@ -1,6 +1,6 @@
 """A user's own node: started once however many want it, found, stopped, and kept out of where it could be hurt.
 
-Processes are real; the node itself is `support/pool_node.py`, which only binds the socket.
+Processes are real; the node itself is mostly `support/pool_node.py`, which only binds the socket.
 """
 
 import contextlib
@@ -33,7 +33,14 @@ SYSTEM_PYTHON = "/usr/bin/python3"  # which another user can read
 root_only = pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
 
 pytestmark = pytest.mark.quick(
-    "outlives", "inherits_nothing", "starters_at_once", "is_replaced", "again_and_again", "is_refused[link-", "resolve"
+    "outlives",
+    "after_its_end",
+    "inherits_nothing",
+    "starters_at_once",
+    "is_replaced",
+    "again_and_again",
+    "is_refused[link-",
+    "resolve",
 )
 
 STARTER = """
@@ -645,12 +652,110 @@ def test_the_launcher_leaves_the_lock_to_who_has_it(home: Home) -> None:
     os.close(lock)
 
 
+# --- with kvferry's own node ----------------------------------------------------------------------------------------
+
+CLIENT = """
+import kvferry, numpy as np
+
+pool = None
+def connect(**words):
+    global pool
+    pool = kvferry.Pool.connect(namespace="own", **words)
+def save(names):
+    values = [np.frombuffer(name.encode() * 1000, np.uint8).copy() for name in names]
+    return pool.save(names, buffers=[[value] for value in values], timeout_ms=15_000).outcomes
+def load(names, timeout_ms=15_000):
+    values = [np.zeros(1000 * len(name), np.uint8) for name in names]
+    found = pool.load(names, buffers=[[value] for value in values], timeout_ms=timeout_ms)
+    assert all(bytes(value) == name.encode() * 1000 for name, value, ok in zip(names, values, found.ok) if ok)
+    return found.outcomes
+def load_until(names, outcomes):
+    import time
+    until = time.monotonic() + 15
+    while (seen := load(names)) != outcomes and time.monotonic() < until:
+        time.sleep(0.05)
+    return seen
+"""
+
+
+def test_what_a_process_has_saved_is_loaded_after_its_end(home: Home, peers: Peers) -> None:
+    first = peers(CLIENT)
+    first.call("connect")
+    assert first.call("save", ["a", "b", "c"]) == ["saved"] * 3
+    first.close()
+    second = peers(CLIENT)
+    second.call("connect")
+    assert second.call("load", ["a", "b", "c", "d"]) == ["hit", "hit", "hit", "never_saved"]
+    assert len(home.nodes()) == 1
+    assert "kvferry pool node at" in home.log.read_text()
+    assert "kvferry pool stop" in home.log.read_text()
+
+
+def test_when_the_node_dies_its_values_are_misses_and_there_is_another(home: Home, peers: Peers) -> None:
+    client = peers(CLIENT)
+    client.call("connect")
+    assert client.call("save", ["a"]) == ["saved"]
+    (pid,) = home.nodes()
+    os.kill(pid, signal.SIGKILL)
+    assert client.call("load", ["a"])[0] in ("node_lost", "never_saved")
+    assert client.call("load_until", ["a"], ["never_saved"]) == ["never_saved"]
+    assert client.call("save", ["a"]) == ["saved"]
+    (other,) = home.nodes()
+    assert other != pid
+
+
+@pytest.mark.parametrize(
+    ("variable", "words", "outcome"),
+    [("off", {}, "pool_off"), ("", {"start": False}, "node_lost"), ("private", {}, "never_saved")],
+    ids=["off", "start=False", "private"],
+)
+def test_no_node_is_started_where_none_is_wanted(
+    home: Home, peers: Peers, variable: str, words: "dict[str, Any]", outcome: str
+) -> None:
+    client = peers(CLIENT, env={"KVFERRY_POOL": variable})
+    client.call("connect", **words)
+    assert client.call("load", ["a"]) == [outcome]
+    assert home.nodes() == []
+    assert not home.directory.exists()
+
+
+def test_a_node_leaves_when_nobody_has_used_it_for_its_idle_time(home: Home, peers: Peers) -> None:
+    home.configure(idle_s=1, memory="64MiB")
+    client = peers(CLIENT)
+    client.call("connect")
+    client.call("save", ["a"])
+    time.sleep(2)
+    assert client.call("load", ["a"]) == ["hit"]  # who is linked keeps it
+    client.close()
+    until(lambda: embedded.status().state == "nobody", "it has left", 10)
+    assert not home.socket.exists()
+
+
+def test_a_node_that_was_started_by_hand_is_the_one_of_ones_own(home: Home, peers: Peers) -> None:
+    words = [sys.executable, "-m", "kvferry.cli", "pool", "serve", "--memory", "64MiB", "--segment", "8MiB"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as node:
+        assert node.stdout is not None
+        assert home.address in node.stdout.readline()
+        client = peers(CLIENT)
+        client.call("connect")
+        assert client.call("save", ["a"]) == ["saved"]
+        again = command("pool", "serve")
+        assert again.returncode == 1
+        assert "kvferry pool stop" in again.stderr
+        seen = command("pool", "status")
+        assert f"pid       {node.pid}" in seen.stdout
+        assert "64.0 MiB" in seen.stdout
+        assert "keys      1, of 1.0 KiB" in seen.stdout
+        assert command("pool", "stop").returncode == 0
+        assert node.wait(15) == 0
+
+
 # --- the command ----------------------------------------------------------------------------------------------------
 
 
 def command(*words: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(
-        [sys.executable, "-c", "import sys; from kvferry.cli import main; sys.exit(main())", *words],
+        [sys.executable, "-m", "kvferry.cli", *words],
         capture_output=True,
         text=True,
         check=False,
@@ -674,7 +779,7 @@ def test_the_command_finds_it_and_stops_it(home: Home) -> None:
     assert "was killed" in command("pool", "stop", "--timeout-s", "0.3").stdout
 
 
-@pytest.mark.parametrize("verb", ["status", "stop"])
+@pytest.mark.parametrize("verb", ["status", "stop", "serve"])
 def test_the_command_says_in_one_line_what_is_wrong(home: Home, verb: str) -> None:
     open_to_others(home)
     answer = command("pool", verb)

@@ -1,18 +1,20 @@
 """The command ``kvferry``.
 
-``kvferry doctor`` says which transports work on this host, and what to change; ``kvferry pool`` looks at the pool node of
-whoever runs it, and ends it; ``kvferry replay`` says what a pool would have done for recorded requests.
+``kvferry doctor`` says which transports work on this host, and what to change; ``kvferry pool`` runs a pool node, looks at
+the one of whoever asks, and ends it; ``kvferry replay`` says what a pool would have done for recorded requests.
 """
 
 import argparse
 import dataclasses
 import json
+import os
 import sys
 import time
 from collections.abc import Sequence
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from kvferry.errors import KvferryError
 
@@ -31,17 +33,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
     doctor = commands.add_parser("doctor", help="which transports work on this host, and what to change")
     doctor.add_argument("--json", action="store_true", help="for programs: the report and the verdicts")
     doctor.set_defaults(run=_doctor)
-    _add_pool(commands.add_parser("pool", help="the pool node of your own on this host"))
+    _add_pool(commands.add_parser("pool", help="a pool node: run it, look at your own, stop it"))
     _add_replay(
         commands.add_parser("replay", help="recorded requests through a pool's store, bytes simulated: hit rates")
     )
-    chosen = parser.parse_args(arguments)
+    chosen, others = parser.parse_known_args(arguments)
+    if "others" in chosen:
+        chosen.others = others
+    elif others:
+        parser.error(f"unrecognized arguments: {' '.join(others)}")
     status: int = chosen.run(chosen)
     return status
 
 
 def _add_pool(pool: argparse.ArgumentParser) -> None:
     commands = pool.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    serve = commands.add_parser(
+        "serve",
+        help="run a node in this process, until SIGTERM or SIGINT",
+        epilog="All other options are those of `python -m kvferry.pool.node`, whose --help has them.",
+    )
+    serve.add_argument("--listen", help="unix:/path/to.sock or host:port; left out, this is the pool node of your own")
+    serve.add_argument("--memory", help="the most it may take, as in 8GiB; left out, a quarter of what is free")
+    serve.add_argument("--idle-s", type=float, help="leave after so long without a client; left out, never")
+    serve.set_defaults(run=_pool_serve, others=[])
     status = commands.add_parser("status", help="whether it runs, where it listens, how big it may become")
     status.add_argument("--json", action="store_true", help="for programs")
     status.set_defaults(run=_pool_status)
@@ -79,6 +94,26 @@ def _doctor(chosen: argparse.Namespace) -> int:
     return 0 if all(verdict.works for verdict in verdicts) else 1
 
 
+def _pool_serve(chosen: argparse.Namespace) -> int:
+    from kvferry.options import parse_size
+    from kvferry.pool import embedded, node
+
+    lock = None
+    try:
+        memory = parse_size("memory", chosen.memory) if chosen.memory else embedded.fitting_memory()
+        listen = chosen.listen
+        if listen is None:
+            listen, lock = embedded.claim(memory, chosen.idle_s)
+    except (KvferryError, OSError) as error:
+        return _failed(error)
+    idle = [] if chosen.idle_s is None else ["--idle-s", str(chosen.idle_s)]
+    try:
+        return node.main(["--listen", listen, "--memory", str(memory), *idle, *chosen.others])
+    finally:
+        if lock is not None:
+            os.close(lock)
+
+
 def _pool_status(chosen: argparse.Namespace) -> int:
     from kvferry.options import format_size
     from kvferry.pool import embedded
@@ -87,8 +122,9 @@ def _pool_status(chosen: argparse.Namespace) -> int:
         seen = embedded.status()
     except (KvferryError, OSError) as error:
         return _failed(error)
+    facts = _facts(seen.address) if seen.state == "listening" else None
     if chosen.json:
-        print(json.dumps(dataclasses.asdict(seen), indent=2))
+        print(json.dumps(dataclasses.asdict(seen) | {"facts": facts}, indent=2))
     elif seen.state == "nobody":
         print(f"No pool node of your own runs; it would listen at {seen.address}, and its log is {seen.log}")
     else:
@@ -96,6 +132,8 @@ def _pool_status(chosen: argparse.Namespace) -> int:
         lines = {
             "pid": seen.pid or None,
             "memory": seen.memory_bytes and f"up to {format_size(seen.memory_bytes)}",
+            "keys": facts and f"{facts['keys']}, of {format_size(facts['taken_bytes'])}",
+            "answers": "no" if seen.state == "listening" and facts is None else None,
             "started": seen.started and time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seen.started)),
             "leaves": seen.idle_s and f"after {seen.idle_s:g} s without use",
             "log": seen.log,
@@ -103,6 +141,20 @@ def _pool_status(chosen: argparse.Namespace) -> int:
         }
         print("\n".join(f"  {name:<10}{value}" for name, value in lines.items() if value))
     return 0 if seen.state == "listening" else 1
+
+
+def _facts(address: str) -> dict[str, Any] | None:
+    """What a node says of itself; None if it does not answer within two seconds."""
+    from kvferry.node import Node
+    from kvferry.pool import messages
+    from kvferry.pool.peer import Peer, Unreachable
+
+    with Node(program="kvferry pool status") as node:
+        try:
+            peer = Peer(node, lambda timeout_ms: address)
+            return peer.ask(messages.Status(), messages.Facts, time.monotonic() + 2).facts
+        except (Unreachable, KvferryError):
+            return None
 
 
 def _pool_stop(chosen: argparse.Namespace) -> int:
@@ -162,3 +214,7 @@ def _replay(chosen: argparse.Namespace) -> int:
 def _failed(error: Exception) -> int:
     print(f"kvferry: {error}", file=sys.stderr)
     return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
