@@ -615,7 +615,7 @@ class Pool:
         """Where a node is at the moment of linking to it."""
         if address != places.OWN:
             return lambda timeout_ms: address
-        return lambda timeout_ms: embedded.start_or_find(timeout_ms) if self._start else embedded.find()
+        return lambda timeout_ms: embedded.ensure(timeout_ms) if self._start else embedded.find()
 
     def _local(self) -> Peer | None:
         """The node on this host, if a link to one is up."""
