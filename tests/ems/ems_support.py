@@ -39,8 +39,16 @@ def rows(kvcache: Any, slots: "list[int]") -> npt.NDArray[Any]:
     return np.array([[tensor.reshape(-1, *tensor.shape[2:])[slots] for tensor in layer] for layer in kvcache])
 
 
+class Held(KvBufferWrapper):
+    """Keeps its array, which a pointer alone would not: a test's temporary ends before the request does."""
+
+    __slots__ = ("array",)
+
+
 def buffer(array: npt.NDArray[Any]) -> KvBufferWrapper:
-    return KvBufferWrapper(array.ctypes.data, array.nbytes)
+    held = Held(array.ctypes.data, array.nbytes)
+    held.array = array
+    return held
 
 
 def refused(match: "str | None" = None, code: EmsErrorCode = EmsErrorCode.EMS_INVALID_ARGUMENT) -> Any:

@@ -1,6 +1,8 @@
 """Over real pool nodes: start order, recovery, nodes that die or stand still, threads, forks, pointers that lead nowhere."""
 
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,6 +23,7 @@ from ems import (
     EmsErrorCode,
     EmsException,
     KvBufferWrapper,
+    PrimaryKey,
     facade,
 )
 from pool_support import NodeProcess, until
@@ -153,6 +156,50 @@ def test_a_pool_that_is_off_misses_and_a_private_one_works(monkeypatch: pytest.M
         assert cc.save(OPTION, ["a"], [[buffer(value(0))]]) == CcResult(0, 1)
         assert cc.load(OPTION, ["a"], [[buffer(value(0))]]) == CcResult(0, 1)
         assert cc.exists(["a"]) == CcResult(0, 1)
+
+
+@pytest.mark.usefixtures("fresh")
+def test_with_nothing_configured_a_node_of_the_users_own_is_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tmp_path.chmod(0o700)
+    monkeypatch.delenv("KVFERRY_POOL", raising=False)
+    for name in ("XDG_RUNTIME_DIR", "XDG_STATE_HOME", "XDG_CONFIG_HOME"):
+        monkeypatch.setenv(name, str(tmp_path))
+    try:
+        until(Ems.check_health)
+        Ems.init(V0)
+        cc = Ems.get_cc()
+        assert cc is not None
+        save_and_load(cc, "a")
+        loaded = np.zeros(4096, np.uint8)
+        assert cc.load(CcKvOption(read_local_only=True), ["a"], [[buffer(loaded)]]) == CcResult(1, 1)
+    finally:
+        subprocess.run(
+            [sys.executable, "-m", "kvferry.cli", "pool", "stop"], check=True, timeout=30, stdout=subprocess.DEVNULL
+        )
+
+
+@pytest.mark.usefixtures("fresh")
+def test_two_nodes_one_of_which_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All keys of one distribute key lie on one node; the other node's death costs them nothing, and is no error."""
+    nodes = [NodeProcess(f"unix:{tmp_path}/{number}.sock") for number in range(2)]
+    monkeypatch.setenv("KVFERRY_POOL", ",".join(node.address for node in nodes))
+    try:
+        Ems.init(V0)
+        cc = Ems.get_cc()
+        assert cc is not None
+        groups = [[PrimaryKey(f"group {group}", f"{index}") for index in range(4)] for group in range(12)]
+        option, one = CcKvOption(write_rcache=False, timeout=3000), value(0)
+        for group in groups:
+            assert cc.save(option, group, [[buffer(one)]] * 4) == CcResult(4, 4)
+        nodes[0].kill()
+        results = [cc.load(option, group, [[buffer(np.zeros(4096, np.uint8))] for _ in group]) for group in groups]
+        assert set(results) == {CcResult(4, 4), CcResult(0, 4)}
+        assert Ems.check_health() is True
+    finally:
+        for node in nodes:
+            node.stop()
 
 
 # -- on one node that stays

@@ -66,7 +66,7 @@ class Ems:
 
     @staticmethod
     def check_health() -> bool:
-        """Whether the pool answers, within about a second. Works before ``init``, and after one that failed."""
+        """Whether the pool answers, within a second or, before ``init`` and after one that failed, two."""
         here = _here()
         try:
             if here.pool is not None:
@@ -89,9 +89,14 @@ def _credentials(settings: Settings | None) -> tuple[str, str | None]:
 def _joined(settings: Settings) -> Pool:
     try:
         pool = _pool.connect(*_credentials(settings))
-        if pool.is_reachable():
+        reachable = False
+        try:
+            reachable = pool.is_reachable()
+        finally:
+            if not reachable:
+                pool.close()
+        if reachable:
             return pool
-        pool.close()
     except EmsException as error:
         if error.status_code() is EmsErrorCode.EMS_INVALID_ARGUMENT:
             raise
