@@ -742,6 +742,11 @@ NB_MODULE(_core, m) {
         const auto window = self.node->registry().open_window(cache_id, runs_of(units), static_cast<Access>(access), checked_timeout(ttl_ms));
         return nb::bytes(window->name.data(), window->name.size());
       }, "cache_id"_a, "units"_a, "access"_a, "ttl_ms"_a)
+      .def("check_memory", [](PyNode& self, std::shared_ptr<const Moves> moves, bool writable) {
+        const auto memory = memory_of_process(std::move(moves));
+        auto& engine = self.node->engine();
+        writable ? engine.check_writable(*memory) : engine.check_readable(*memory);
+      }, "moves"_a, "writable"_a)
       .def("resolution", [](PyNode& self, nb::bytes window) {
         const auto told = self.node->resolution(std::string(window.c_str(), window.size()));
         return nb::bytes(told.data(), told.size());

@@ -340,7 +340,14 @@ class Pool:
 
     # --- one batch ---------------------------------------------------------------------------------------------------
 
-    def _batch(self, keys: Any, routes: Any, values: Callable[[int], Values] | None, timeout_ms: int) -> _Batch:
+    def _batch(
+        self,
+        keys: Any,
+        routes: Any,
+        values: Callable[[int], Values] | None,
+        timeout_ms: int,
+        writable: bool = False,
+    ) -> _Batch:
         began = time.monotonic()
         until = began + checked_timeout(timeout_ms) / 1000
         listed = _keys(keys)
@@ -351,6 +358,10 @@ class Pool:
         if self._closed:
             raise NodeClosed("the pool is closed")
         self._awake()
+        if where is not None and where.raw and len(where):
+            every = np.arange(len(where))
+            spans = where.spans(every, np.zeros(len(where), np.uint64), to_node=not writable)
+            self._node._core.check_memory(_moves(spans), writable)
         codes = np.full(len(listed), TIMEOUT if self._membership is not None else POOL_OFF, np.uint8)
         return _Batch(listed, routed, where, began, until, codes)
 
@@ -367,7 +378,7 @@ class Pool:
     def _loading(
         self, keys: Any, blocks: Any, buffers: Any, routes: Any, timeout_ms: int, local_only: bool
     ) -> Callable[[], Outcome]:
-        batch = self._batch(keys, routes, self._values(blocks, buffers), timeout_ms)
+        batch = self._batch(keys, routes, self._values(blocks, buffers), timeout_ms, writable=True)
         local, space = truth("local_only", local_only), self._space_of(buffers)
 
         def load() -> Outcome:
@@ -440,8 +451,12 @@ class Pool:
             carry_out(*shares[0])
             return
         others = [self._beside.submit(partial(carry_out, *share)) for share in shares[1:]]
-        if shares:
-            carry_out(*shares[0])
+        try:
+            if shares:
+                carry_out(*shares[0])
+        finally:
+            for future in others:  # whatever has happened here: nothing moves any more when this call has ended
+                future.settle()
         for future in others:
             future.wait()
 
@@ -704,7 +719,7 @@ def _words(what: str, words: Any) -> list[bytes]:
         raise InvalidArgument(
             f"{what} is {shown(words)}: give a list of bytes or strings, or the array of prefix_keys()"
         )
-    if set(map(type, words)) == {bytes} and 0 < min(map(len, words)) and max(map(len, words)) <= LONGEST_KEY:
+    if set(map(type, words)) == {bytes} and min(map(len, words)) > 0 and max(map(len, words)) <= LONGEST_KEY:
         return list(words)
     listed = []
     for number, word in enumerate(words):

@@ -34,7 +34,8 @@ class Buffers:
 class Values:
     """``addresses`` and ``sizes`` of all segments; value i has those from ``first[i]`` up to ``first[i + 1]``.
 
-    ``into[j]`` is where segment j begins within its value. ``owner`` lives as long as this does.
+    ``into[j]`` is where segment j begins within its value. ``owner`` lives as long as this does. ``raw``: some address was
+    given as a number, and nobody has looked whether there is memory.
     """
 
     addresses: U64
@@ -43,6 +44,7 @@ class Values:
     first: npt.NDArray[np.int64]
     totals: U64
     owner: object
+    raw: bool = False
 
     def __len__(self) -> int:
         return len(self.totals)
@@ -94,6 +96,7 @@ def of_blocks(memories: Sequence[Memory], blocks: Any, count: int, owner: object
 def of_buffers(buffers: Any, count: int) -> Values:
     """Value i is ``buffers[i]``: a list of segments, each ``(address, size_bytes)`` or an array."""
     owner: object = buffers
+    raw = True
     if isinstance(buffers, Buffers):
         addresses, sizes = _words("addresses", buffers.addresses), _words("sizes", buffers.sizes)
         counts = _integers("counts", buffers.counts)
@@ -103,7 +106,7 @@ def of_buffers(buffers: Any, count: int) -> Values:
                 "equal, and each value has at least one segment"
             )
     else:
-        addresses, sizes, counts, owner = _listed(buffers)
+        addresses, sizes, counts, owner, raw = _listed(buffers)
     if len(counts) != count:
         raise InvalidArgument(f"{count} keys and {len(counts)} values: give one value for each key")
     if isinstance(buffers, Buffers) and len(sizes):
@@ -115,15 +118,15 @@ def of_buffers(buffers: Any, count: int) -> Values:
                 "address 0 is none"
             )
     if len(sizes) == count:
-        return Values(addresses, sizes, np.zeros(count, np.uint64), np.arange(count + 1), sizes, owner)
+        return Values(addresses, sizes, np.zeros(count, np.uint64), np.arange(count + 1), sizes, owner, raw)
     first = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
     before = np.concatenate([[0], np.cumsum(sizes, dtype=np.uint64)]).astype(np.uint64)
     totals = before[first[1:]] - before[first[:-1]]
     into = before[:-1] - np.repeat(before[first[:-1]], counts)
-    return Values(addresses, sizes, into, first, totals, owner)
+    return Values(addresses, sizes, into, first, totals, owner, raw)
 
 
-def _listed(buffers: Any) -> tuple[U64, U64, npt.NDArray[np.int64], object]:
+def _listed(buffers: Any) -> tuple[U64, U64, npt.NDArray[np.int64], object, bool]:
     addresses: list[int] = []
     sizes: list[int] = []
     counts: list[int] = []
@@ -155,7 +158,13 @@ def _listed(buffers: Any) -> tuple[U64, U64, npt.NDArray[np.int64], object]:
             addresses.append(address)
             sizes.append(size)
         counts.append(len(segments))
-    return np.array(addresses, np.uint64), np.array(sizes, np.uint64), np.array(counts, np.int64), owners
+    return (
+        np.array(addresses, np.uint64),
+        np.array(sizes, np.uint64),
+        np.array(counts, np.int64),
+        owners,
+        len(owners) < len(sizes),
+    )
 
 
 def _integers(what: str, numbers: Any) -> npt.NDArray[np.int64]:

@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from kvferry.errors import DeadlineExceeded
+from kvferry.errors import DeadlineExceeded, NodeClosed
 from kvferry.options import checked_timeout
 
 if TYPE_CHECKING:
@@ -45,6 +45,10 @@ class Future(Generic[T]):
         if not self._ended.wait(limit):
             raise DeadlineExceeded("the call has not ended yet; it goes on, and may be waited for again")
         return self._value()
+
+    def settle(self) -> None:
+        """Waits until it has ended, in whatever way."""
+        self._ended.wait()
 
     def __await__(self) -> "Generator[Any, None, T]":
         import asyncio
@@ -111,7 +115,7 @@ class Workers:
         future: Future[T] = Future()
         with self._lock:
             if self._closed:
-                raise RuntimeError("submitted to workers that are closed")
+                raise NodeClosed("the pool is closed")
             if self._idle > 0:
                 self._idle -= 1
             elif self._threads < self._most:
