@@ -30,6 +30,7 @@ class Value:
         self.content = object()
         self.parent: Value | None = None
         self.removed = False
+        self.copy = False
 
 
 class Model:
@@ -137,9 +138,15 @@ class Model:
         pending = {
             key for saving in self.saving for key in saving.keys if saving.space is space and key in space.pending
         }
+        copy = self.chance.random() < 0.2
         saving = self.store.reserve(
-            space, keys, sizes, parents=parents, ttl_ms=ttl_ms, owner=self.owner(), until=until, now=self.now
+            space, keys, sizes, parents=parents, ttl_ms=ttl_ms, owner=self.owner(), until=until, now=self.now, copy=copy
         )
+        for key, size in zip(keys, sizes, strict=True):  # copies make way, whoever reads them
+            old = before[key]
+            if old is not None and old.copy and (not copy or old.size != size):
+                self.lost((number, key), "evicted")
+                before[key] = None
         mine = {}
         for at, (key, size, place, outcome) in enumerate(zip(keys, sizes, saving.places, saving.outcomes, strict=True)):
             assert (place is not None) == (outcome == "reserved")
@@ -147,6 +154,7 @@ class Model:
                 assert place is not None
                 assert place.size == size
                 mine[at] = Value((number, key), size, 0)
+                mine[at].copy = copy
                 self.write(place, mine[at])
             elif outcome in ("present", "size_mismatch"):
                 value = before[key]
@@ -183,6 +191,8 @@ class Model:
                 value.expires = self.now + saving.ttl_ms / 1000 if saving.ttl_ms is not None else float("inf")
                 key = saving.parents[at] if saving.parents is not None else None
                 parent = self.values.get((value.key[0], key)) if key is not None else None
+                if parent is not None and parent.copy is not value.copy:
+                    parent = None
                 value.parent = parent if parent is not None and self.finds(parent) else None
                 self.values[value.key] = value
                 self.gone.pop(value.key, None)
@@ -262,8 +272,9 @@ class Model:
     def remove(self) -> None:
         number, space, keys = self.some_keys()
         found = self.store.exists(space, keys, self.now)
-        being_saved = [key for key in keys if key in space.pending]
-        assert self.store.remove(space, keys) == sum(found) + len(being_saved)
+        copies = sum(self.values[number, key].copy for key, there in zip(keys, found, strict=True) if there)
+        being_saved = [key for key in keys if key in space.pending and not space.pending[key].copy]
+        assert self.store.remove(space, keys) == sum(found) - copies + len(being_saved)
         self.forget(number, keys)
         assert not any(self.store.exists(space, keys, self.now))
 
@@ -304,7 +315,9 @@ class Model:
         assert sum(one.bytes for one in statistics.namespaces.values()) == statistics.taken_bytes
         assert statistics.pending == sum(len(space.pending) for space in self.spaces)
         assert statistics.leases == len(self.leases)
-        assert statistics.keys == sum(self.finds(value) for value in self.values.values())
+        there = [value for value in self.values.values() if self.finds(value)]
+        assert statistics.copies == sum(value.copy for value in there)
+        assert statistics.keys == len(there) - statistics.copies
         self.check_evicted()
 
     def check_evicted(self) -> None:
@@ -336,13 +349,16 @@ class Model:
         self.values.clear()
         while self.store._evict_some():
             pass
-        assert self.store.statistics().keys == 0, "somebody cannot be evicted though nobody holds it"
+        statistics = self.store.statistics()
+        assert (statistics.keys, statistics.copies) == (0, 0), "somebody cannot be evicted though nobody holds it"
         self.store.trim()
         statistics = self.store.statistics()
         assert (statistics.keys, statistics.pending, statistics.leases, statistics.taken_bytes) == (0, 0, 0, 0)
         assert self.segments == {}
         assert not self.store._owners
-        assert all(policy.bytes == 0 and policy.victim() is None for policy in self.store._policies)
+        assert all(
+            policy.bytes == 0 and policy.victim() is None for policy in (*self.store._policies, *self.store._copies)
+        )
         self.memory_left = True
         saving = self.store.reserve(self.spaces[0], [b"all"], [CAPACITY], owner=1, until=self.now + 1, now=self.now)
         assert saving.outcomes == ["reserved"]

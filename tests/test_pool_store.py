@@ -397,3 +397,63 @@ def test_a_thousand_keys_in_one_call_are_quick() -> None:
     assert best["exists"] < 0.3
     assert best["lookup"] < 4
     assert best["reserve"] < 10
+
+
+# --- copies -----------------------------------------------------------------------------------------------------------
+
+
+def test_copies_are_found_and_counted_apart(shop: Shop) -> None:
+    assert shop.save([b"own"]) == ["saved"]
+    assert shop.save(KEYS, copy=True) == ["saved"] * 4
+    assert shop.reasons([b"own", *KEYS]) == ["hit"] * 5
+    seen = shop.store.statistics()
+    assert (seen.keys, seen.copies, seen.copies_bytes) == (1, 4, 4 * 1024)
+    assert shop.save([b"own", b"a"], copy=True) == ["present"] * 2
+    assert shop.store.remove(shop.space, [b"own", b"a", b"b"]) == 1
+    assert shop.store.clear("test") == 0
+    assert shop.store.statistics().copies == 0
+
+
+@pytest.mark.parametrize("policy", ["lru", "s3fifo"])
+@pytest.mark.parametrize("quota", [None, 16 << 10])
+def test_copies_go_before_any_value_and_take_the_place_of_none(policy: str, quota: "int | None") -> None:
+    shop = Shop(capacity=16 << 10, segment=4 << 10, policy=policy)
+    space = shop.store.space("mine", quota_bytes=quota)
+    own = [b"own %d" % i for i in range(8)]
+    copies = [b"copy %d" % i for i in range(8)]
+    assert shop.save(own, 1024, space) == ["saved"] * 8
+    assert shop.save(copies, 1024, space, copy=True, parents=CHAIN) == ["saved"] * 8
+    shop.reasons(copies, space)  # used, unlike the values
+    assert shop.save([b"more"], 1024, space, copy=True) == ["saved"]
+    assert shop.store.statistics().copies == 8
+    assert shop.save([b"new %d" % i for i in range(8)], 1024, space) == ["saved"] * 8
+    assert shop.exists(own, space) == [1] * 8
+    assert shop.store.statistics().copies == 0
+    assert shop.save([b"more"], 1024, space, copy=True) == ["full"]
+    assert shop.save([b"last"], 1024, space) == ["saved"]
+
+
+def test_a_copy_makes_way_for_a_value_of_its_key_and_its_reader_reads_on(shop: Shop) -> None:
+    shop.save([b"a"], copy=True)
+    lease = shop.lookup([b"a"])
+    saving = shop.reserve([b"a"], size=500)
+    assert saving.outcomes == ["reserved"]
+    assert saving.places[0] != lease.places[0]
+    assert shop.store.commit(saving, now=shop.now) == ["saved"]
+    seen = shop.store.statistics()
+    assert (seen.keys, seen.copies, seen.taken_bytes) == (1, 0, 1024 + 512)
+    shop.store.release(lease)
+    assert shop.taken() == 512
+    assert shop.save([b"a"], size=500, copy=True) == ["present"]
+    assert shop.save([b"b"], size=500, copy=True) == ["saved"]
+    assert shop.save([b"b"], size=600, copy=True) == ["saved"]  # the owner has taken this one: the other was of old
+
+
+def test_a_value_holds_no_copy_and_a_copy_no_value(shop: Shop) -> None:
+    shop.save([b"a"], copy=True)
+    shop.save([b"a2"])
+    shop.save([b"b"], parents=[b"a"])
+    shop.save([b"b2"], parents=[b"a2"], copy=True)
+    assert shop.store._evict_some()
+    assert shop.store._evict_some()
+    assert shop.exists([b"a", b"b", b"a2", b"b2"]) == [0, 1, 1, 0]

@@ -36,6 +36,7 @@ class Entry(msgspec.Struct, gc=False, eq=False):
     children: int = 0
     pins: int = 0
     alive: bool = True  # found by its key; one that is not may still be pinned
+    copy: bool = False  # of what another node owns
     mark: int = 0  # the policy's own
     expires: float | None = None
     checksum: object = None

@@ -11,12 +11,13 @@ __all__ = ["Held", "Lease", "Namespace", "Reservation", "Space"]
 class Namespace:
     """Spaces that share a quota, and, with ``group``, segments."""
 
-    __slots__ = ("bytes", "group", "name", "policy", "quota_bytes", "spaces")
+    __slots__ = ("bytes", "copies", "group", "name", "policy", "quota_bytes", "spaces")
 
     def __init__(self, name: str, group: str, policy: Policy) -> None:
         self.name = name
         self.group = group
         self.policy = policy
+        self.copies: Policy | None = None  # who of the copies goes; made with the first one
         self.quota_bytes: int | None = None
         self.bytes = 0  # all it takes in the arena, reserved and removed ones too
         self.spaces: list[Space] = []
@@ -59,7 +60,7 @@ class Held:
 class Reservation(Held):
     """Places for values that are being saved; outcomes are RESERVED, PRESENT, PENDING, SIZE_MISMATCH, FULL or OVERSIZE."""
 
-    __slots__ = ("parents", "spots", "ttl_ms", "void")
+    __slots__ = ("copy", "parents", "spots", "ttl_ms", "void")
 
     def __init__(
         self,
@@ -69,10 +70,12 @@ class Reservation(Held):
         until: float,
         parents: Sequence[bytes | None] | None,
         ttl_ms: float | None,
+        copy: bool,
     ) -> None:
         super().__init__(space, keys, owner, until)
         self.parents = parents
         self.ttl_ms = ttl_ms
+        self.copy = copy
         self.spots: list[Spot | None] = []
         self.void: set[bytes] = set()  # removed meanwhile
 

@@ -262,6 +262,7 @@ class PoolNode:
             owner=call.link_id,
             until=_until(now, request.left_ms),
             now=now,
+            copy=request.copy,
         )
         codes = bytes(map(_CODES.__getitem__, saving.outcomes))
         try:
@@ -311,6 +312,7 @@ class PoolNode:
                 "segments_bytes": seen.segments_bytes,
                 "taken_bytes": seen.taken_bytes,
                 "keys": seen.keys,
+                "copies": seen.copies,
                 "pending": seen.pending,
                 "leases": seen.leases,
                 "hits": seen.hits,

@@ -9,6 +9,7 @@ __all__ = ["NamespaceStatistics", "StoreStatistics"]
 @dataclass(frozen=True, slots=True)
 class NamespaceStatistics:
     keys: int
+    """Copies included."""
     bytes: int
     """In the arena, rounded up to its granule, reserved places included."""
     quota_bytes: int | None
@@ -24,6 +25,9 @@ class StoreStatistics:
     taken_bytes: int
     """By values, reserved places, and removed values that are still being read; never more than the capacity."""
     keys: int
+    copies: int
+    """Of what other nodes own; beside the keys."""
+    copies_bytes: int
     pending: int
     leases: int
     hits: int

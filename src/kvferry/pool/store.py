@@ -22,6 +22,9 @@ Eviction takes what its policy names, never what is reserved, leased or the pare
 namespace with a quota or with segments of its own (`apart`) has a policy of its own; at its quota it evicts its own
 values, else the one that holds most gives first. A value for which too much would have to go (GIVES_UP) is FULL.
 
+A *copy* stands for a value that another node owns. It is found as others are, takes room that is free or other copies',
+goes before any value does, and makes way for a value of its own key.
+
 Knows no clock, no memory and no threads: ``now`` and ``until`` are seconds on any clock that does not go back, and
 places are numbers. Driven by one thread: the pool node's loop, a simulation, or a replay.
 """
@@ -84,10 +87,12 @@ class Store:
         self._make_policy = POLICIES[policy] if isinstance(policy, str) else policy
         self._shared = self._make_policy()
         self._policies = [self._shared]
+        self._copies: list[Policy] = []
         self._namespaces: dict[str, Namespace] = {}
         self._spaces: list[Space] = []
         self._ghosts = Ghosts()
-        self._keys = 0
+        self._keys = 0  # copies included
+        self._copied = 0
         self._serial = 0
         self._owners: dict[Hashable, set[Held]] = {}
         self._deadlines: list[tuple[float, int, Held]] = []
@@ -182,7 +187,7 @@ class Store:
             places.append(Place(slab.segment.number, slab.offset + entry.index * slab.block_bytes, size))
             checksums.append(entry.checksum)
         if found:
-            space.namespace.policy.touch(found)
+            _touch(space.namespace, found)
             self._counts["hits"] += len(found)
             self._counts["hit_bytes"] += hit_bytes
             self._hold(lease)
@@ -202,7 +207,7 @@ class Store:
                 if not entry.alive:
                     self._free(namespace, (entry.slab, entry.index))
                 elif not entry.children:
-                    namespace.policy.unheld(entry)
+                    _policy_of(namespace, entry).unheld(entry)
         lease.entries = []
 
     # --- saving ---------------------------------------------------------------------------------------------------
@@ -218,17 +223,18 @@ class Store:
         owner: Hashable,
         until: float,
         now: float,
+        copy: bool = False,
     ) -> Reservation:
         """Finds places; evicts for them. ``sizes`` are bytes, at least 1 each. ``parents``: CHAIN, or a key or None per
         key; a parent that is not there when the child is committed is not known. ``ttl_ms`` counts from the commit. A key
         that is there already with the same size is PRESENT, which counts as a use; with another, SIZE_MISMATCH; one that
-        is being saved, or comes twice here, PENDING."""
+        is being saved, or comes twice here, PENDING. ``copy``: these are copies."""
         if self._ttls and self._ttls[0][0] <= now:
             self._end_values(now)
         self._arena.ask_again()
         if isinstance(parents, str):
             parents = [None, *keys[:-1]]
-        saving = Reservation(space, keys, owner, until, parents, ttl_ms)
+        saving = Reservation(space, keys, owner, until, parents, ttl_ms, copy)
         entries, pending = space.entries, space.pending
         places, outcomes, spots = saving.places, saving.outcomes, saving.spots
         used: list[Entry] = []
@@ -237,6 +243,9 @@ class Store:
         for key, size in zip(keys, sizes, strict=True):
             spot = None
             entry = entries.get(key)
+            if entry is not None and entry.copy and (not copy or entry.size != size):
+                self._drop(entry, EVICTED)
+                entry = None
             if entry is not None:
                 if entry.size == size:
                     outcome = PRESENT
@@ -248,7 +257,7 @@ class Store:
             elif size >= hopeless:
                 outcome = FULL if self._could_hold(space.namespace, size) else OVERSIZE
             else:
-                spot = self._room(space.namespace, size)
+                spot = self._room(space.namespace, size, copy)
                 if spot is not None:
                     outcome = RESERVED
                 elif self._could_hold(space.namespace, size):
@@ -268,7 +277,7 @@ class Store:
             spots.append(spot)
         if used:
             # One that was PRESENT may have gone for the room of a later key; it was there when it was asked for.
-            space.namespace.policy.touch([entry for entry in used if entry.alive])
+            _touch(space.namespace, [entry for entry in used if entry.alive])
         if reserved:
             self._hold(saving)
         else:
@@ -318,6 +327,8 @@ class Store:
             saved_bytes += size
             above = parents[at] if parents is not None else None
             parent = entries.get(above) if above is not None else None
+            if parent is not None and parent.copy is not saving.copy:
+                parent = None  # or a value would hold a copy, which then is not the first to go
             if parent is not None:
                 parent.children += 1
             entry = Entry(
@@ -329,6 +340,7 @@ class Store:
                 parent,
                 expires=expires,
                 checksum=checksums[at] if checksums is not None else None,
+                copy=saving.copy,
             )
             entries[key] = entry
             outcomes[at] = SAVED
@@ -340,7 +352,11 @@ class Store:
                 self._ghosts.drop(ghost)
         saving.spots = []
         if new:
-            namespace.policy.add(new, returning)
+            if saving.copy:
+                self._copies_of(namespace).add(new, returning)
+                self._copied += len(new)
+            else:
+                namespace.policy.add(new, returning)
             self._keys += len(new)
             self._counts["saved"] += len(new)
             self._counts["saved_bytes"] += saved_bytes
@@ -397,16 +413,17 @@ class Store:
         return min(times, default=None)
 
     def remove(self, space: Space, keys: Iterable[bytes], reason: str = REMOVED) -> int:
-        """How many there were, those that are being saved included: those will not be published."""
+        """How many there were, those that are being saved included: those will not be published. Copies go, and do not
+        count."""
         count = 0
         for key in keys:
             entry = space.entries.get(key)
             if entry is not None:
                 self._drop(entry, reason)
-                count += 1
+                count += not entry.copy
             elif (saving := space.pending.pop(key, None)) is not None:
                 saving.void.add(key)
-                count += 1
+                count += not saving.copy
         self._counts["removed"] += count
         return count
 
@@ -427,7 +444,9 @@ class Store:
             segments=len(arena.segments),
             segments_bytes=arena.segments_bytes,
             taken_bytes=arena.taken_bytes,
-            keys=self._keys,
+            keys=self._keys - self._copied,
+            copies=self._copied,
+            copies_bytes=sum(policy.bytes for policy in self._copies),
             pending=sum(len(space.pending) for space in self._spaces),
             leases=sum(isinstance(one, Lease) for one in held),
             hits=counts["hits"],
@@ -462,14 +481,14 @@ class Store:
             self._arena.capacity_bytes if quota is None else min(quota, self._arena.capacity_bytes)
         )
 
-    def _room(self, namespace: Namespace, size: int) -> Spot | None:
+    def _room(self, namespace: Namespace, size: int, copy: bool) -> Spot | None:
         quota = namespace.quota_bytes
         takes = rounded(size)
         if quota is not None and namespace.bytes + takes > quota:
             if takes > quota:
                 return None
             while namespace.bytes + takes > quota:
-                if not self._evict(namespace.policy):
+                if not (self._evict(namespace.copies) or (not copy and self._evict(namespace.policy))):
                     return None
         arena = self._arena
         spot = arena.take(size, namespace.group)
@@ -478,19 +497,24 @@ class Store:
                 return None
             gives_up = self._counts["evicted_bytes"] + GIVES_UP * takes + arena.segment_bytes
             while spot is None:
-                if self._counts["evicted_bytes"] >= gives_up or not self._evict_some():
+                if self._counts["evicted_bytes"] >= gives_up or not self._evict_some(copy):
                     return None
                 spot = arena.take(size, namespace.group)
         namespace.bytes += takes
         return spot
 
-    def _evict_some(self) -> bool:
-        if len(self._policies) == 1:
-            return self._evict(self._shared)
-        return any(map(self._evict, sorted(self._policies, key=lambda policy: -policy.bytes)))
+    def _evict_some(self, copies_alone: bool = False) -> bool:
+        if self._copied and self._evict_one_of(self._copies):
+            return True
+        return not copies_alone and self._evict_one_of(self._policies)
 
-    def _evict(self, policy: Policy) -> bool:
-        victim = policy.victim()
+    def _evict_one_of(self, policies: list[Policy]) -> bool:
+        if len(policies) == 1:
+            return self._evict(policies[0])
+        return any(map(self._evict, sorted(policies, key=lambda policy: -policy.bytes)))
+
+    def _evict(self, policy: Policy | None) -> bool:
+        victim = None if policy is None else policy.victim()
         if victim is None:
             return False
         entry, early = victim
@@ -504,7 +528,7 @@ class Store:
         """It went, but not for room."""
         namespace = self._spaces[entry.space].namespace
         entry.alive = False
-        namespace.policy.remove(entry)
+        _policy_of(namespace, entry).remove(entry)
         self._unlink(entry, reason)
         if not entry.pins:
             self._free(namespace, (entry.slab, entry.index))
@@ -514,17 +538,24 @@ class Store:
         entry.alive = False
         del space.entries[entry.key]
         self._keys -= 1
+        self._copied -= entry.copy
         self._ghosts.put(hash(entry.key) ^ space.salt, reason, self._keys)
         parent = entry.parent
         if parent is not None:
             entry.parent = None
             parent.children -= 1
             if not parent.children and not parent.pins and parent.alive:
-                space.namespace.policy.unheld(parent)
+                _policy_of(space.namespace, parent).unheld(parent)
         if entry.expires is not None:
             self._ttl_live -= 1
             if self._ttl_listed > 2 * self._ttl_live + 1024:
                 self._forget_ttls()
+
+    def _copies_of(self, namespace: Namespace) -> Policy:
+        if namespace.copies is None:
+            namespace.copies = self._make_policy()
+            self._copies.append(namespace.copies)
+        return namespace.copies
 
     def _free(self, namespace: Namespace, spot: Spot) -> None:
         namespace.bytes -= spot[0].block_bytes
@@ -562,3 +593,16 @@ class Store:
             self._deadlines = [one for one in self._deadlines if not one[2].closed]
             heapify(self._deadlines)
             self._passed = 0
+
+
+def _policy_of(namespace: Namespace, entry: Entry) -> Policy:
+    copies = namespace.copies
+    return copies if entry.copy and copies is not None else namespace.policy
+
+
+def _touch(namespace: Namespace, entries: list[Entry]) -> None:
+    if namespace.copies is None:
+        namespace.policy.touch(entries)
+        return
+    namespace.policy.touch([entry for entry in entries if not entry.copy])
+    namespace.copies.touch([entry for entry in entries if entry.copy])
