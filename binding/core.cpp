@@ -461,6 +461,12 @@ NB_MODULE(_core, m) {
                                                                  range_of(destination_tensors), keep_order));
       }, "source"_a, "destination"_a, nb::kw_only(), "source_tensors"_a = std::pair(0, -1), "destination_tensors"_a = std::pair(0, -1),
          "keep_order"_a = false)
+      .def_static("in_window_order", [](nb::handle mine, std::pair<std::int64_t, std::int64_t> source_tensors,
+                                        std::pair<std::int64_t, std::int64_t> destination_tensors) {
+        const auto units = units_of(mine);
+        return std::const_pointer_cast<Moves>(
+            Moves::make_in_window_order(units.data(), units.size(), range_of(source_tensors), range_of(destination_tensors)));
+      }, "mine"_a, nb::kw_only(), "source_tensors"_a = std::pair(0, -1), "destination_tensors"_a = std::pair(0, -1))
       .def_static("row_to_blocks", [](std::int64_t source_row, nb::handle destination, std::pair<std::int64_t, std::int64_t> source_tensors,
                                       std::pair<std::int64_t, std::int64_t> destination_tensors) {
         const auto to = units_of(destination);

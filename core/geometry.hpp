@@ -78,11 +78,11 @@ struct ByteSpan {  // of one side
 
 // What the caller asked for: which units go where, the same for every tensor moved. Immutable, shared by operations.
 struct Moves {
-  enum class Form : std::uint8_t { whole = 0, row = 1, blocks = 2, row_to_blocks = 3, spans = 4 };
+  enum class Form : std::uint8_t { whole = 0, row = 1, blocks = 2, row_to_blocks = 3, spans = 4, in_window_order = 5 };
   Form form = Form::whole;
   TensorRange source_tensors, destination_tensors;
   std::int64_t source_row = 0;  // -1: the row that the key names
-  std::uint32_t destination_row = 0;
+  std::uint32_t destination_row = 0;  // key_row_there: the row that the key of a push names
   std::int64_t size_bytes = -1;
   // blocks: pairs, neighbours merged (source and destination both + 1), a destination named twice keeps its last writer
   // (unless keep_order). row_to_blocks: `destination` only, in the given order.
@@ -101,6 +101,10 @@ struct Moves {
                                                   const std::int64_t* destination, std::size_t n_destination,
                                                   TensorRange source_tensors, TensorRange destination_tensors,
                                                   bool keep_order = false);
+  // `mine`: this side's blocks, each for the block that stands at its place in the far side's window. Not to be planned:
+  // in_window_order() makes pairs of it once the window is known.
+  static std::shared_ptr<const Moves> make_in_window_order(const std::int64_t* mine, std::size_t n, TensorRange source_tensors,
+                                                           TensorRange destination_tensors);
   static std::shared_ptr<const Moves> make_row_to_blocks(std::int64_t source_row, const std::int64_t* destination,
                                                          std::size_t n, TensorRange source,
                                                          TensorRange destination_tensors);
@@ -108,6 +112,11 @@ struct Moves {
   // end lies beyond 2^63-1, or if all of them together are more than that.
   static std::shared_ptr<const Moves> make_spans(const std::uint64_t* listed, std::size_t n);
 };
+
+inline constexpr std::uint32_t key_row_there = UINT32_MAX;
+
+// Moves of that form as pairs of blocks. Throws Error(invalid_argument) for lists of unequal length.
+std::shared_ptr<const Moves> in_window_order(const Moves& moves, const std::vector<UnitRun>& window, bool mover_owns_destination);
 
 // One side of a move as byte runs: what the owner of a source needs to know, and all of it. This is what travels.
 struct SourceSelect {

@@ -172,6 +172,33 @@ std::shared_ptr<const Moves> Moves::make_blocks(const std::int64_t* source, std:
   return moves;
 }
 
+std::shared_ptr<const Moves> Moves::make_in_window_order(const std::int64_t* mine, std::size_t n, TensorRange source_tensors,
+                                                         TensorRange destination_tensors) {
+  check_list_length(n);
+  auto moves = std::make_shared<Moves>();
+  moves->form = Form::in_window_order;
+  moves->source_tensors = source_tensors;
+  moves->destination_tensors = destination_tensors;
+  moves->source = merge_units(mine, n);
+  moves->units = n;
+  return moves;
+}
+
+std::shared_ptr<const Moves> in_window_order(const Moves& moves, const std::vector<UnitRun>& window, bool mover_owns_destination) {
+  const auto one_by_one = [](const std::vector<UnitRun>& runs) {
+    std::vector<std::int64_t> units;
+    for (const UnitRun& run : runs)
+      for (std::uint32_t i = 0; i < run.count; ++i) units.push_back(std::int64_t{run.first} + i);
+    return units;
+  };
+  const auto mine = one_by_one(moves.source), theirs = one_by_one(window);
+  if (mine.size() != theirs.size())
+    invalid("the window is of ", theirs.size(), " blocks, and ", mine.size(), " are listed beside it: give one for each");
+  const auto& from = mover_owns_destination ? theirs : mine;
+  const auto& to = mover_owns_destination ? mine : theirs;
+  return Moves::make_blocks(from.data(), from.size(), to.data(), to.size(), moves.source_tensors, moves.destination_tensors);
+}
+
 std::shared_ptr<const Moves> Moves::make_row_to_blocks(std::int64_t source_row, const std::int64_t* destination,
                                                        std::size_t n, TensorRange source,
                                                        TensorRange destination_tensors) {

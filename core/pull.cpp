@@ -42,6 +42,7 @@ SourceSelect select_of(const Plan& plan, const Moves& moves, const Geometry& sou
       select.row = moves.source_row;
       select.row_bytes = plan.bytes_per_tensor;
       break;
+    case Moves::Form::in_window_order: break;  // pairs by now
     case Moves::Form::spans: return source.layout == Layout::memory ? SourceSelect{} : select_spans(moves);  // of a push: it knows them
   }
   return select;
@@ -106,7 +107,7 @@ Need Pull::step() {
         if (source_) {
           phase_ = Phase::plan;
         } else if (ask_.resolve_only || ask_.describe_only || one_sided() != 0 ||
-                   ask_.moves->form == Moves::Form::row_to_blocks) {
+                   ask_.moves->form == Moves::Form::row_to_blocks || ask_.moves->form == Moves::Form::in_window_order) {
           if (!take_lane(LaneUse::small)) return Need::lane;
           ask_to_resolve(Phase::await_geometry, ask_.describe_only);
         } else {
@@ -312,6 +313,11 @@ void Pull::resolved(Frame& frame) {
 void Pull::make_plan_now() {
   if (!plan_) {
     const auto& source = *source_;
+    if (ask_.moves->form == Moves::Form::in_window_order) {
+      if (!source.windowed)
+        throw Error(Kind::invalid_argument, ask_.target.label() + " is no window: say which of its blocks goes where");
+      ask_.moves = in_window_order(*ask_.moves, source.window, ask_.mover_owns_destination);
+    }
     auto plan = make_plan(source.geometry, ask_.destination.geometry(), *ask_.moves, source.key_row, ask_.mover_owns_destination);
     if (source.windowed && ask_.moves->form == Moves::Form::spans)
       check_inside(source.window, source_spans(*ask_.moves), source.geometry);
@@ -772,6 +778,7 @@ void PreparedPull::resolve(Deadline deadline) {
   const bool keep = result.transport != Transport::socket && !operation->source()->consume;
   source_ = keep ? operation->source() : nullptr;
   plan_ = keep ? operation->plan() : nullptr;
+  ask_.moves = operation->moves();  // what a window's order means does not change
 }
 
 std::shared_ptr<Pull> PreparedPull::operation(Deadline deadline) {

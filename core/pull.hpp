@@ -42,6 +42,7 @@ class Pull : public Operation {
   std::string subject() const override;
   const std::shared_ptr<const Source>& source() const noexcept { return source_; }
   const std::shared_ptr<const Plan>& plan() const noexcept { return plan_; }
+  const std::shared_ptr<const Moves>& moves() const noexcept { return ask_.moves; }
   // Whether it will run to its end on this thread without an answer from anybody and copies at most that much: then
   // its caller need not step aside for others meanwhile. To be asked before it runs.
   bool will_not_wait(std::uint64_t bytes);

@@ -216,6 +216,27 @@ class Receive : public Pull {
   const std::uint64_t asked_;
 };
 
+// The moves of a push, now that its target is known: a key names a row, and a window has an order.
+std::shared_ptr<const Moves> moves_to(const Target& target, const Resolved& resolved, std::shared_ptr<const Moves> moves) {
+  if (moves->form == Moves::Form::in_window_order) {
+    if (!resolved.window) throw Error(Kind::invalid_argument, target.label() + " is no window: say which block goes where");
+    return in_window_order(*moves, resolved.window->units, false);
+  }
+  const bool as_keyed = moves->form == Moves::Form::row && moves->destination_row == key_row_there;
+  if (resolved.key_row < 0) {
+    if (as_keyed) throw Error(Kind::invalid_argument, target.label() + " names no row: say destination_row=");
+    return moves;
+  }
+  if (moves->form != Moves::Form::row)
+    throw Error(Kind::invalid_argument, sentence(target.label(), " names one row, ", resolved.key_row, ": push a row to it, and no more"));
+  if (!as_keyed && moves->destination_row != resolved.key_row)
+    throw Error(Kind::invalid_argument, sentence(target.label(), " names row ", resolved.key_row, ", not ", moves->destination_row, ": leave destination_row= out"));
+  auto there = std::make_shared<Moves>(*moves);
+  there->destination_row = static_cast<std::uint32_t>(resolved.key_row);
+  there->destination_end = static_cast<std::uint64_t>(resolved.key_row) + 1;
+  return there;
+}
+
 // Where a push by addresses writes: each address is a name, looked up in the live table together with everything that
 // will be written behind it.
 Destination destination_addresses(Engine& engine, const Target& target, const Source& source, const Moves& moves,
@@ -500,6 +521,7 @@ void ServerLane::on_push(const Frame& frame) {
     ask.destination = destination_addresses(engine_, target, *source, *ask.moves, check_too);
   } else {
     auto resolved = engine_.registry.resolve(target, Access::write);
+    ask.moves = moves_to(target, resolved, std::move(ask.moves));
     if (resolved.window && ask.moves->form == Moves::Form::spans) {
       check_inside(resolved.window->units, destination_spans(*ask.moves), resolved.cache->geometry);
     } else if (resolved.window) {

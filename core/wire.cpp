@@ -172,7 +172,7 @@ void put_moves(Writer& out, const Moves& moves, const TensorRange& source, const
 
 std::shared_ptr<const Moves> get_moves(Reader& in) {
   auto moves = std::make_shared<Moves>();
-  moves->form = checked<Moves::Form>(in.get<std::uint8_t>(), static_cast<std::uint8_t>(Moves::Form::spans), "form");
+  moves->form = checked<Moves::Form>(in.get<std::uint8_t>(), static_cast<std::uint8_t>(Moves::Form::in_window_order), "form");
   moves->source_tensors = get_range(in);
   moves->destination_tensors = get_range(in);
   moves->source_row = in.get<std::int64_t>();
@@ -190,7 +190,11 @@ std::shared_ptr<const Moves> get_moves(Reader& in) {
     for (std::size_t i = 0; i < moves->source.size(); ++i)
       if (moves->source[i].count != moves->destination[i].count) throw WireError("block runs differ in length");
   }
+  const bool by_window = moves->form == Moves::Form::in_window_order;
+  if (by_window && !moves->destination.empty()) throw WireError("lists of two forms");
   if (by_spans) moves->units = moves->spans.size();
+  if (by_window)
+    for (const auto& run : moves->source) moves->units += run.count;
   for (const auto& run : moves->destination) moves->units += run.count;
   moves->source_end = end_of(moves->source);
   moves->destination_end = end_of(moves->destination);

@@ -100,6 +100,14 @@ class Moves:
         """Block source[i] to block destination[i]; a destination named twice keeps its last writer. ``keep_order``: for
         copies within one cache, each pair is done, in order."""
     @staticmethod
+    def in_window_order(
+        mine: Sequence[int] | npt.NDArray[np.integer[Any]],
+        *,
+        source_tensors: tuple[int, int] = (0, -1),
+        destination_tensors: tuple[int, int] = (0, -1),
+    ) -> Moves:
+        """This side's blocks, one for each block of the far side's window, in the window's order."""
+    @staticmethod
     def row_to_blocks(
         source_row: int,
         destination: Sequence[int] | npt.NDArray[np.integer[Any]],

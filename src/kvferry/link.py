@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 from kvferry import _core, moves
 from kvferry.cache import Cache, OwnMemory, own_id, own_memory_or_id
-from kvferry.errors import KvferryError, NodeClosed, Unsupported
+from kvferry.errors import KvferryError, NodeClosed
 from kvferry.layers import LayerPush
 from kvferry.moves import BlockMap, Spans, Units
-from kvferry.names import Addresses, FarCache, Targets, is_window, target
+from kvferry.names import Addresses, FarCache, Targets
 from kvferry.options import LONGEST_MS, checked_timeout, transport_bit, truth
 from kvferry.records import CacheDescription, LinkStatistics, record
 from kvferry.transfer import Answer, Prepared, Transfer
@@ -36,7 +36,7 @@ class Link:
     =====================  =========================================================================================
     ``blocks``             ``{source: destination, ...}`` or ``(sources, destinations)``, two sequences or arrays; a
                            destination named twice keeps its last writer. With a window on the far side also a list of this
-                           side's blocks, in the window's order (its owner is asked for it first)
+                           side's blocks, in the window's order
     ``row``                the row of this side's cache; the far side's is ``source_row`` or ``destination_row``, by
                            default the row that the key names, else row 0
     ``row_to_blocks``      blocks that the source's row fills, in order; the last one gets what is left
@@ -91,8 +91,6 @@ class Link:
         transport: str | None = None,
     ) -> _core.Done:
         """Copies from the peer's ``source`` into this node's cache ``into`` and returns when the bytes are there."""
-        if is_window(source):
-            blocks = self._beside_window(source, blocks, timeout_ms, far_first=True)
         what = moves.pull(
             source,
             blocks,
@@ -128,8 +126,6 @@ class Link:
         transport: str | None = None,
     ) -> Transfer:
         """Starts a :meth:`pull` and returns at once; ``await`` what it returns, or wait for it."""
-        if is_window(source):
-            blocks = self._beside_window(source, blocks, timeout_ms, far_first=True)
         what = moves.pull(
             source,
             blocks,
@@ -168,8 +164,6 @@ class Link:
 
         ``timeout_ms`` is for asking the peer; each run has its own.
         """
-        if is_window(source):
-            blocks = self._beside_window(source, blocks, timeout_ms, far_first=True)
         what = moves.pull(
             source, blocks, row, source_row, row_to_blocks, size_bytes, layers, source_layers, tensors_per_layer
         )
@@ -197,9 +191,8 @@ class Link:
         transport: str | None = None,
     ) -> _core.Done:
         """Has the peer copy from this node's cache ``mine`` into its own cache ``to``; returns when the bytes are there."""
-        if is_window(to):
-            blocks = self._beside_window(to, blocks, timeout_ms, far_first=False)
         what = moves.push(
+            to,
             blocks,
             row,
             destination_row,
@@ -233,9 +226,8 @@ class Link:
         transport: str | None = None,
     ) -> Transfer:
         """Starts a :meth:`push` and returns at once; ``mine`` must stay as it is until the transfer has ended."""
-        if is_window(to):
-            blocks = self._beside_window(to, blocks, timeout_ms, far_first=False)
         what = moves.push(
+            to,
             blocks,
             row,
             destination_row,
@@ -282,9 +274,7 @@ class Link:
             layers = moves.layers_of(self._node.cache(mine).tensors, tensors_per_layer)
         numbers = moves.layer_numbers(layers)
         there = numbers if destination_layers is None else moves.layer_numbers(destination_layers)
-        if is_window(to):
-            blocks = self._beside_window(to, blocks, timeout_ms, far_first=False)
-        what = moves.push(blocks, row, destination_row, row_to_blocks, None, None, None, tensors_per_layer)
+        what = moves.push(to, blocks, row, destination_row, row_to_blocks, None, None, None, tensors_per_layer)
         core = self._core.push_layers(
             own_id(mine, self._node),
             self._targets.of(to),
@@ -391,17 +381,3 @@ class Link:
 
     def __repr__(self) -> str:
         return f"<Link to {self.peer}{'' if self.alive else ', ended'}>"
-
-    def _beside_window(
-        self, window: object, blocks: BlockMap | None, timeout_ms: int, *, far_first: bool
-    ) -> BlockMap | None:
-        """Puts a plain list of this side's blocks beside the window's own, which its owner is asked for."""
-        if blocks is None or not moves.is_list(blocks):
-            return blocks
-        units = record(CacheDescription, self._core.describe(target(window), checked_timeout(timeout_ms))).window
-        if units is None:
-            raise Unsupported(
-                f"{self.peer} does not say which blocks its window has: name them, blocks={{theirs: mine}}"
-            )
-        mine: Units = blocks  # type: ignore[assignment]
-        return (units, mine) if far_first else (mine, units)

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from kvferry import _core
 from kvferry.errors import InvalidArgument
-from kvferry.names import PrefixKey, RequestKey
+from kvferry.names import PrefixKey, RequestKey, is_window
 from kvferry.options import LARGEST_UNIT, shown, whole
 
 __all__ = [
@@ -37,6 +37,7 @@ Spans = npt.NDArray[np.integer[Any]] | Sequence[tuple[int, int, int]]
 TensorRange = tuple[int, int]
 ALL: TensorRange = (0, -1)
 KEY_ROW = -1  # the row that the key names
+KEY_ROW_THERE = LARGEST_UNIT  # the same at the far side of a push
 _blocks = _core.Moves.blocks
 
 
@@ -65,7 +66,12 @@ def pull(
             source_layers=source_layers,
         )
     rowless = row is None and source_row is None and row_to_blocks is None and size_bytes is None
-    layerless = layers is None and source_layers is None and tensors_per_layer.__class__ is int
+    layerless = (
+        layers is None
+        and source_layers is None
+        and tensors_per_layer.__class__ is int
+        and 0 < tensors_per_layer <= LARGEST_UNIT
+    )
     if rowless and layerless and blocks.__class__ is dict:
         return _paired(
             list(blocks), list(blocks.values()), ALL, ALL, keep_order=False
@@ -74,10 +80,11 @@ def pull(
     source_row, row = row_number("source_row", source_row), row_number("row", row)
     if source_row is None and isinstance(source, (RequestKey, PrefixKey)):
         source_row = KEY_ROW
-    return move(blocks, source_row, row, row_to_blocks, size_bytes, far, mine)
+    return move(blocks, source_row, row, row_to_blocks, size_bytes, far, mine, window=is_window(source))
 
 
 def push(
+    to: object,
     blocks: BlockMap | None,
     row: int | None,
     destination_row: int | None,
@@ -88,7 +95,7 @@ def push(
     tensors_per_layer: int,
     spans: Spans | None = None,
 ) -> _core.Moves:
-    """The moves of a push; arguments as in :meth:`kvferry.Link.push`."""
+    """The moves of a push to ``to``; arguments as in :meth:`kvferry.Link.push`."""
     if spans is not None:
         return _by_spans(
             spans,
@@ -102,9 +109,12 @@ def push(
         )
     mine, far = tensor_ranges(layers, destination_layers, tensors_per_layer, "destination_layers")
     row, destination_row = row_number("row", row), row_number("destination_row", destination_row)
+    keyed = isinstance(to, (RequestKey, PrefixKey))
+    if keyed and (row is None or row_to_blocks is not None):
+        raise InvalidArgument("this key names one row of the peer's cache: say which of your rows goes there, row=0")
     if row is not None and destination_row is None and row_to_blocks is None:
-        destination_row = 0
-    return move(blocks, row, destination_row, row_to_blocks, size_bytes, mine, far)
+        destination_row = KEY_ROW_THERE if keyed else 0
+    return move(blocks, row, destination_row, row_to_blocks, size_bytes, mine, far, window=is_window(to))
 
 
 def move(
@@ -116,8 +126,11 @@ def move(
     source: TensorRange,
     destination: TensorRange,
     keep_order: bool = False,
+    window: bool = False,
 ) -> _core.Moves:
     """Moves between the tensor ranges ``source`` and ``destination`` (first, count).
+
+    ``window``: the far side is one, beside whose blocks, in their order, a plain list of this side's may stand.
 
     ``keep_order``: a block named twice is written twice, in order, because a later pair may read it in between.
     """
@@ -147,6 +160,9 @@ def move(
         )
     if blocks is None:
         return _core.Moves.whole(source_tensors=source, destination_tensors=destination)
+    if is_list(blocks) and window:
+        mine: Any = blocks
+        return _core.Moves.in_window_order(unit_numbers(mine), source_tensors=source, destination_tensors=destination)
     if is_list(blocks):
         raise InvalidArgument(
             f"blocks={shown(blocks)} does not say which block goes where; write blocks={{source: destination, ...}} or "

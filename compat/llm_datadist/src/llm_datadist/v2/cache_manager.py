@@ -375,7 +375,7 @@ class CacheManager(CacheTable):
     def _push_target(self, key: CacheKeyByIdAndIndex | BlocksCacheKey) -> Any:
         if isinstance(key, BlocksCacheKey):
             return self._blocks_key(key.model_id)
-        return key.cache_id if key.cache_id > 0 else kvferry.RequestKey(0, 0)
+        return max(key.cache_id, 0)  # 0 is never a cache
 
 
 def _pull_layer_moves(kwargs: dict[str, Any], cache: Cache) -> dict[str, Any]:
