@@ -5,6 +5,7 @@ import pickle
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import pytest
 
 import kvferry
@@ -115,7 +116,7 @@ def test_every_kind_of_the_core_has_its_class_at_the_top(kind: str) -> None:
     )
     assert error.kind == kind
     assert getattr(kvferry, type(error).__name__) is type(error)
-    assert str(error) == "it went wrong"
+    assert str(error) == "it went wrong (cache 3; node 7)"
     assert (error.peer, error.cache, error.operation) == ("node 7", "cache 3", "pull")
     assert error.bytes_touched
     assert not error.destination_settled
@@ -203,3 +204,25 @@ def test_the_command_asks_for_a_command(capsys: pytest.CaptureFixture[str]) -> N
         main([])
     assert caught.value.code == 2
     assert "COMMAND" in capsys.readouterr().err
+
+
+def test_errors_say_behind_their_sentence_what_it_does_not_name() -> None:
+    error = kvferry.DeadlineExceeded("time was up for this pull", peer="node 7 at 127.0.0.1:1", cache="cache 3 'kv'")
+    assert str(error) == "time was up for this pull (cache 3 'kv'; node 7 at 127.0.0.1:1)"
+    assert str(kvferry.CacheNotFound("cache 3 'kv' is gone", cache="cache 3 'kv'")) == "cache 3 'kv' is gone"
+
+
+def test_arrays_of_the_other_byte_order_are_no_torch_tensors() -> None:
+    pytest.importorskip("torch")
+    with kvferry.Node() as node:
+        for dtype in (">i2", ">f4"):
+            cache = node.register("", [np.zeros((2, 3), dtype)])
+            with pytest.raises(kvferry.InvalidArgument, match="other order"):
+                cache.torch(0)
+
+
+def test_a_closed_node_says_so_whatever_is_asked_of_it() -> None:
+    with kvferry.Node() as node:
+        cache = node.register("", [np.zeros((2, 3))])
+    with pytest.raises(kvferry.NodeClosed):
+        node.cache(cache.id)

@@ -17,10 +17,12 @@ ROWS = 4
 @pytest.fixture(params=["map", "socket"])
 def pair(request: pytest.FixtureRequest) -> Iterator[tuple[kvferry.Node, kvferry.Node, kvferry.Link]]:
     transports = ("socket",) if request.param == "socket" else ("map", "cma", "socket")
-    with kvferry.Node(listen="127.0.0.1:0", pool=16 << 20, transports=transports) as far:
-        with kvferry.Node(transports=transports, pool=16 << 20) as near:
-            assert far.address is not None
-            yield far, near, near.link(far.address)
+    with (
+        kvferry.Node(listen="127.0.0.1:0", pool=16 << 20, transports=transports) as far,
+        kvferry.Node(transports=transports, pool=16 << 20) as near,
+    ):
+        assert far.address is not None
+        yield far, near, near.link(far.address)
 
 
 def rows(node: kvferry.Node, kind: Any = RequestKey, registered: bool = False) -> tuple[kvferry.Cache, list[Any]]:

@@ -193,6 +193,10 @@ def _torch_view(memory: arrays.Memory) -> "torch.Tensor":
     dtype = getattr(torch, memory.dtype, None)
     if not isinstance(dtype, torch.dtype):
         raise InvalidArgument(f"torch has no element type {memory.dtype!r}; take the cache's numpy() view")
+    if isinstance(memory.array, np.ndarray) and not memory.array.dtype.isnative:
+        raise InvalidArgument(
+            f"torch has no {memory.array.dtype.str!r}, whose bytes are in the other order; take the numpy() view"
+        )
     if memory.itemsize > 2:
         return torch.from_numpy(arrays.view(memory))
     # Of the narrow types numpy knows some and torch others; plain integers are known to both.

@@ -42,7 +42,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         chosen.others = others
     elif others:
         parser.error(f"unrecognized arguments: {' '.join(others)}")
-    status: int = chosen.run(chosen)
+    try:
+        status: int = chosen.run(chosen)
+        sys.stdout.flush()
+    except OSError as error:  # nobody reads what it prints, or the disk is full
+        sys.stdout = None  # or the interpreter tries once more, and says so
+        sys.stderr.write(f"kvferry: {error.strerror or error}\n")
+        return 1
     return status
 
 

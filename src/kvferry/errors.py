@@ -28,8 +28,14 @@ __all__ = [
 ]
 
 
+def _short(word: str) -> str:
+    line = " ".join(word.split())
+    return line if len(line) <= 60 else f"{line[:59]}…"
+
+
 class KvferryError(Exception):
-    """The root of all errors raised by kvferry; ``str()`` of it is one sentence.
+    """The root of all errors raised by kvferry; ``str()`` of it is one sentence, and behind it, in brackets, the cache and
+    the peer that it is about, where the sentence does not name them.
 
     ========================  =====================================================================================
     ``kind``                  the kind in one word, the same as the class
@@ -61,6 +67,11 @@ class KvferryError(Exception):
         self.operation = operation
         self.bytes_touched = bytes_touched
         self.destination_settled = destination_settled
+
+    def __str__(self) -> str:
+        sentence = super().__str__()
+        beside = [_short(word) for word in (self.cache, self.peer) if word and _short(word) not in sentence]
+        return f"{sentence} ({'; '.join(beside)})" if beside else sentence
 
 
 class InvalidArgument(KvferryError, ValueError):

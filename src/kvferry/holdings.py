@@ -85,6 +85,7 @@ class Holdings:
         """The cache with that id, the same object as long as somebody holds it."""
         make = self._make.get(cache_id)
         if make is None:
+            self._core.cache_ids()  # a closed node says so
             raise CacheNotFound(f"cache {cache_id} is not registered at this node", cache=f"cache {cache_id}")
         return self._one(node, cache_id, make)
 

@@ -56,7 +56,7 @@ class Node:
     ``node_id``                what peers call it; random unless given
     ``secret``                 what both ends of a link must know. Without one, peers of this host must run under the
                                same user
-    ``transports``             what may be used at all, of ``map``, ``cma`` and ``socket``
+    ``transports``             what its own pulls, and pushes to it, may use at all, of ``map``, ``cma`` and ``socket``
     ``pool``                   bytes, or :class:`PoolOptions`, of memory for :meth:`allocate`
     ``heartbeat_ms``           how often a quiet link is used to say that this node is alive
     ``heartbeat_timeout_ms``   after how much silence a peer is lost
@@ -319,8 +319,9 @@ class Node:
         """Copies between two caches of this node, or within one, then in the order given. Arguments as in
         :meth:`Link.pull`; ``source_row`` is 0 unless given, and both sides of a row begin ``offset_bytes`` into it.
 
-        One of the two may be memory of this process that is not registered: :class:`Addresses`, one for each tensor, whose
-        ``unit_bytes`` are those of the other side unless given. The caller keeps it as long as the call lasts.
+        The two must not overlap. One of them may be memory of this process that is not registered: :class:`Addresses`, one
+        for each tensor, whose ``unit_bytes`` are those of the other side unless given. The caller keeps it as long as the
+        call lasts.
         """
         here, there = moves.tensor_ranges(layers, source_layers, tensors_per_layer, "source_layers")
         from_, to = (side if isinstance(side, Addresses) else own_id(side, self) for side in (source, into))

@@ -84,6 +84,8 @@ def _salt(salt: object) -> bytes:
 
 def _token_bytes(token_ids: Any) -> bytes:
     """The tokens as little-endian u32, one behind the other."""
+    if isinstance(token_ids, (set, frozenset, dict)):
+        raise InvalidArgument(f"token_ids={shown(token_ids)} has no order; give a list")
     try:
         tokens = np.asarray(token_ids if hasattr(token_ids, "__array__") else list(token_ids))
     except Exception as error:  # a ragged list, a tensor on a device; what is asked may refuse in any way
