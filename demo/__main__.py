@@ -1,6 +1,7 @@
 """``python -m demo``: what was asked, and how it ended.
 
-Exit status: 0 all handovers gave the undivided run's tokens, 1 some did not, 2 it could not be run (the last lines say why).
+Exit status: 0 all handovers and the pool's blocks gave the undivided run's tokens, 1 some did not or no block was found in
+the pool, 2 it could not be run (the last lines say why).
 """
 
 import argparse
@@ -59,14 +60,15 @@ def what_is_missing() -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m demo",
-        description="Prefill in one process, decode in another, the KV cache handed over by kvferry in every way it knows.",
+        description="Prefill in one process, decode in another, the KV cache handed over by kvferry in every way it knows; "
+        "then kept in a pool, so that a longer prompt begins where the first one ended.",
     )
     which = parser.add_mutually_exclusive_group()
     which.add_argument(
         "--model", type=Path, metavar="PATH", help="folder of a causal language model (default: SmolLM2)"
     )
     which.add_argument("--tiny", action="store_true", help="a made-up model of a fixed seed: seconds, nothing to fetch")
-    parser.add_argument("--tokens", type=_at_least_one, default=32, metavar="N", help="tokens to decode (default 32)")
+    parser.add_argument("--tokens", type=_at_least_one, default=16, metavar="N", help="tokens to decode (default 16)")
     return parser
 
 

@@ -1,23 +1,35 @@
-"""Words between the demo and its two processes: one JSON object per line, a request and its answer, over a pipe.
+"""Words between the demo and its processes: one JSON object per line, a request and its answer, over a pipe.
 
 Only orders and figures pass here, never a byte of a KV cache: that is kvferry's. A worker that ends, hangs or fails
 becomes one exception with a sentence in it.
 """
 
+import ctypes
 import json
 import os
 import select
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+import traceback
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 ROOT = Path(__file__).resolve().parent.parent  # where `-m demo.worker` is found
 ENDS_WITHIN_S = 5.0
 ANSWERS_WITHIN_S = 600.0  # a large model of the user's own may take minutes to load
+
+# One thread each, so that the same sums are made in the same order; and nothing is looked for on a model hub.
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_VERBOSITY": "error",
+}
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 class WorkerFailedError(Exception):
@@ -30,7 +42,7 @@ class Worker:
     States: idle -> asked (``ask``) -> idle (``answer``); ended after ``close`` or when the process is gone.
     """
 
-    def __init__(self, role: str, environment: Mapping[str, str]) -> None:
+    def __init__(self, role: str) -> None:
         self.role = role
         self._asked = ""
         self._unread = b""
@@ -38,7 +50,7 @@ class Worker:
             [sys.executable, "-m", "demo.worker", role],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={**os.environ, **environment},
+            env={**os.environ, **ENVIRONMENT},
             cwd=ROOT,
             start_new_session=True,  # Ctrl-C is for the starter alone, which then closes the pipe
         )
@@ -72,7 +84,7 @@ class Worker:
         return self.answer()
 
     def close(self) -> None:
-        """Lets the process end by closing its input; ends it where it does not."""
+        """Lets the process end by closing its input; ends it where it does not. Closing twice is fine."""
         with suppress(BrokenPipeError):  # a request that the process did not live to read
             self._process.stdin.close()
         try:
@@ -126,3 +138,44 @@ def serve(actions: Any, expected: tuple[type[Exception], ...]) -> None:
         except expected as error:
             answer = {"error": f"{type(error).__name__}: {error}"}
         answers.write(json.dumps(answer) + "\n")
+
+
+class ChildFailedError(Exception):
+    """What was to be done in a child was not done."""
+
+
+def in_a_child(do: Callable[[], Any]) -> Any:
+    """What ``do`` returns (JSON's types) in a process forked for it, which has ended by then.
+
+    The child ends with the process that it was forked from, whose starter has a deadline for the answer: there is none here.
+
+    :raises ChildFailedError: it ended otherwise, with its last words on standard error.
+    """
+    reading, writing = os.pipe()
+    parent, child = os.getpid(), os.fork()
+    if child == 0:
+        _carry_out(do, parent, writing)
+    os.close(writing)
+    with open(reading, "rb") as pipe:
+        answer = pipe.read()
+    _, status = os.waitpid(child, 0)
+    if status:
+        raise ChildFailedError(
+            f"a forked process ended with status {os.waitstatus_to_exitcode(status)} (its last words are above)"
+        )
+    return json.loads(answer)
+
+
+def _carry_out(do: Callable[[], Any], parent: int, writing: int) -> NoReturn:
+    """Never returns into what the parent was doing."""
+    status = 1
+    try:
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() == parent:
+            with open(writing, "wb") as pipe:
+                pipe.write(json.dumps(do()).encode())
+            status = 0
+    except BaseException:  # noqa: BLE001 - the root of a process
+        traceback.print_exc()
+    finally:
+        os._exit(status)

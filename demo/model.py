@@ -24,6 +24,7 @@ from demo.paged import KvShape
 TINY = "tiny"  # the name under which the made-up model goes
 TINY_SEED = 20_240
 RANDOM_PROMPT_TOKENS = 600  # for a model that comes without a tokenizer
+RANDOM_CONTINUATION_TOKENS = 100
 SHORTEST_PROMPT = 64
 
 
@@ -104,9 +105,20 @@ def prompt_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None
     if tokenizer is not None:
         ids = list(tokenizer(prompt.text())["input_ids"])
     else:
-        seeded = torch.Generator().manual_seed(1)
-        ids = torch.randint(model.config.vocab_size, (RANDOM_PROMPT_TOKENS,), generator=seeded).tolist()
+        ids = _random_ids(model, RANDOM_PROMPT_TOKENS, seed=1)
     return ids[-longest:]
+
+
+def continuation_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> list[int]:
+    """What makes a longer prompt of :func:`prompt_ids` when it is put behind them."""
+    if tokenizer is not None:
+        return list(tokenizer(prompt.continuation(), add_special_tokens=False)["input_ids"])
+    return _random_ids(model, RANDOM_CONTINUATION_TOKENS, seed=2)
+
+
+def _random_ids(model: PreTrainedModel, count: int, seed: int) -> list[int]:
+    seeded = torch.Generator().manual_seed(seed)
+    return torch.randint(model.config.vocab_size, (count,), generator=seeded).tolist()
 
 
 def words(tokenizer: PreTrainedTokenizerBase | None, tokens: Sequence[int]) -> str:

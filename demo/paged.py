@@ -30,6 +30,11 @@ class KvShape:
         """K and V of every layer."""
         return 2 * self.layers
 
+    @property
+    def token_bytes(self) -> int:
+        """Of one token in all tensors, float32."""
+        return self.tensors * self.kv_heads * self.head_dim * torch.float32.itemsize
+
 
 class PagedLayer(CacheLayerMixin):
     """K and V of one layer. ``filled`` tokens are in place; whatever lies behind them is never read."""

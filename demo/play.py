@@ -2,7 +2,8 @@
 
 Two processes load one model. The prefill process also decodes, undivided, the tokens that all others are compared with. Then,
 over each transport that the machine offers, its KV cache goes to the decode process in three ways, which decodes from
-it; and twice on purpose not as it should: with one block altered, and not at all.
+it; and twice on purpose not as it should: with one block altered, and not at all. What then becomes of the prompt's
+blocks is ``reuse``.
 
 Never sees a token's meaning nor a byte of the cache; needs neither torch nor kvferry. Driven by ``__main__``.
 """
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from demo.channel import Worker
+from demo.reuse import Reuse, reuse
 
 TRANSPORTS = ("map", "cma", "socket")
 PULL, PUSH, LAYERS = "pull", "push", "push by layers"
@@ -24,14 +26,6 @@ ROUNDS = 5  # each timed this often: the median is shown
 BLOCK_TOKENS = 16
 PREFILL_FIRST_BLOCK = 3  # different numbers at the two ends, as in two engines that serve other requests too
 DECODE_FIRST_BLOCK = 11
-
-# One thread each, so that the same sums are made in the same order; and nothing is looked for on a model hub.
-ENVIRONMENT = {
-    "OMP_NUM_THREADS": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-    "HF_HUB_OFFLINE": "1",
-    "TRANSFORMERS_VERBOSITY": "error",
-}
 
 Say = Callable[[str], None]
 
@@ -65,22 +59,23 @@ class Outcome:
     refused: dict[str, str]
     altered_differs: bool
     left_out_differs: bool
+    reuse: Reuse
 
     @property
     def holds(self) -> bool:
-        """Every handover gave the undivided run's tokens, and both wrong ones did not."""
+        """Every handover gave the undivided run's tokens, both wrong ones did not, and the same holds for the pool."""
         good = bool(self.handovers) and all(handover.equal for handover in self.handovers)
-        return good and self.altered_differs and self.left_out_differs
+        return good and self.altered_differs and self.left_out_differs and self.reuse.holds
 
 
 def play(model: str, new_tokens: int, say: Say) -> Outcome:
     """Runs all of it with the model of that name.
 
-    :raises WorkerFailedError: a process could not do its part. Both are gone when this returns or raises.
+    :raises WorkerFailedError: a process could not do its part. All of them are gone when this returns or raises.
     """
     with ExitStack() as stack:
-        prefill = stack.enter_context(Worker("prefill", ENVIRONMENT))
-        decode = stack.enter_context(Worker("decode", ENVIRONMENT))
+        prefill = stack.enter_context(Worker("prefill"))
+        decode = stack.enter_context(Worker("decode"))
         say(f"prefill is process {prefill.pid}, decode is process {decode.pid}; both load {Path(model).name}")
         prefill.ask("load", name=model, new_tokens=new_tokens)
         decode.ask("load", name=model)
@@ -91,7 +86,20 @@ def play(model: str, new_tokens: int, say: Say) -> Outcome:
         )
         undivided = prefill.call("undivided", new_tokens=new_tokens)
         say(f"{undivided['seconds']:.1f} s, and it goes on like this: {undivided['words'].strip()!r}")
-        return _Play(prefill, decode, prompt["length"], prompt["last"], new_tokens, undivided["tokens"], say).run()
+        handing_over = _Play(prefill, decode, prompt["length"], prompt["last"], new_tokens, undivided["tokens"], say)
+        handovers, refused, (altered, left_out) = handing_over.run()
+        decode.close()
+        reused = reuse(
+            prefill,
+            handing_over.there,
+            prompt["longer"],
+            model=model,
+            new_tokens=new_tokens,
+            block_tokens=BLOCK_TOKENS,
+            prompt_bytes=prompt["length"] * prompt["token_bytes"],
+            say=say,
+        )
+        return Outcome(tuple(handovers), refused, altered, left_out, reused)
 
 
 class _Play:
@@ -109,7 +117,8 @@ class _Play:
         self.all_here = list(range(DECODE_FIRST_BLOCK, DECODE_FIRST_BLOCK + _blocks_for(length - 1 + new_tokens)))
         self.here = self.all_here[:filled]
 
-    def run(self) -> Outcome:
+    def run(self) -> tuple[list[Handover], dict[str, str], tuple[bool, bool]]:
+        """Handovers, refusals, and what :meth:`wrong_handovers` says; the prompt's blocks stay as the last one left them."""
         handovers: list[Handover] = []
         refused: dict[str, str] = {}
         wrong: tuple[bool, bool] | None = None
@@ -121,21 +130,17 @@ class _Play:
             else:
                 self.say(f"{transport}: not offered here: {reason}")
                 refused[transport] = reason
-            self.close()
-        altered, left_out = wrong or (False, False)
-        return Outcome(tuple(handovers), refused, altered, left_out)
+        return handovers, refused, wrong or (False, False)
 
     def open(self, transport: str) -> str | None:
-        """Nodes, caches and a link; why that transport is not to be had, or None."""
+        """Nodes, caches and a link, in place of those before; why that transport is not to be had, or None."""
+        self.decode.call("close")
+        self.prefill.call("close")
         size = {"transport": transport, "block_tokens": BLOCK_TOKENS}
         address = self.prefill.call("open", blocks=self.there[-1] + 2, listen=True, **size)
         self.decode.call("open", blocks=self.all_here[-1] + 2, **size)
         reason = self.decode.call("link", address=address)[transport]
         return None if reason == "ok" else reason
-
-    def close(self) -> None:
-        self.decode.call("close")
-        self.prefill.call("close")
 
     # --- the three ways ----------------------------------------------------------------------------------------------
 

@@ -34,6 +34,11 @@ def text(days: int = 32) -> str:
     return "\n".join(["The log book of a small ferry company.\n", *entries, f"Day {days + 1}."])
 
 
+def continuation(days: int = 32, more: int = 3) -> str:
+    """What follows ``text(days)`` in the log book of ``more`` days more."""
+    return text(days + more).removeprefix(text(days))
+
+
 def entry(day: int) -> str:
     boat = BOATS[day * 5 % len(BOATS)]
     cargo = CARGO[(day - 1) % len(CARGO)]

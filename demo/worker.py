@@ -1,8 +1,8 @@
-"""One process of the demo, prefill or decode: the model, a kvferry node, and a KV cache registered with it.
+"""One process of the demo: the model, and a KV cache that a kvferry node or pool knows.
 
-``python -m demo.worker prefill|decode`` carries out what the demo asks over its pipe (``channel``). The public methods
-below are those orders. What the decode process is told is all it knows: block numbers, how long the prompt is, and
-its last token. The prompt itself never comes here.
+``python -m demo.worker prefill|decode|zygote`` carries out what the demo asks over its pipe (``channel``). The public
+methods below are those orders. What the decode process is told is all it knows: block numbers, how long the prompt is, and
+its last token. The prompt itself never comes there.
 """
 
 import sys
@@ -10,11 +10,13 @@ import time
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 import kvferry
 from demo import model
-from demo.channel import serve
+from demo.channel import ChildFailedError, in_a_child, serve
 from demo.paged import KvShape, PagedCache
+from kvferry import Pool, prefix_keys
 
 CACHE = "kv"
 TIMEOUT_MS = 10_000
@@ -24,6 +26,8 @@ TRANSPORTS = {"map": ("map", "cma", "socket"), "cma": ("map", "cma", "socket"), 
 
 class Side:
     """What both processes can do: load the model, hold a node with a registered KV cache, give it back."""
+
+    node: kvferry.Node | None = None
 
     def load_model(self, name: str) -> None:
         self.model = model.load(name)
@@ -47,9 +51,11 @@ class Side:
         return self.node.address
 
     def close(self) -> None:
-        """Ends links and registration. The views go first: the memory is the node's."""
-        del self.tensors
-        self.node.close()
+        """Ends links and registration, if there are any. The views go first: the memory is the node's."""
+        if self.node is not None:
+            del self.tensors
+            self.node.close()
+            self.node = None
 
 
 class Prefill(Side):
@@ -58,8 +64,14 @@ class Prefill(Side):
     def load(self, name: str, new_tokens: int) -> dict[str, Any]:
         self.load_model(name)
         self.tokenizer = model.load_tokenizer(name)
-        self.ids = model.prompt_ids(self.model, self.tokenizer, new_tokens)
-        return {"length": len(self.ids), "last": self.ids[-1]}
+        more = model.continuation_ids(self.model, self.tokenizer)
+        self.ids = model.prompt_ids(self.model, self.tokenizer, room_for=len(more) + new_tokens)
+        return {
+            "length": len(self.ids),
+            "last": self.ids[-1],
+            "longer": [*self.ids, *more],
+            "token_bytes": self.shape.token_bytes,
+        }
 
     def undivided(self, new_tokens: int) -> dict[str, Any]:
         """The run that all others are compared with; nothing of it is registered anywhere."""
@@ -97,6 +109,15 @@ class Prefill(Side):
         for tensor in self.tensors:
             tensor[block].mul_(factor)
 
+    def save(self, pool: str, namespace: str, mine: list[int]) -> dict[str, Any]:
+        """Saves the full blocks of the prompt, as they lie in the registered tensors."""
+        block_tokens = self.tensors[0].shape[1]
+        with Pool.connect(pool, namespace=namespace) as shared:
+            shared.register(self.tensors, layout="blocks")
+            keys = prefix_keys(self.ids[:-1], block_tokens)  # the last token's keys and values were not computed here
+            saved = shared.save(keys, blocks=mine[: len(keys)], chain=True, timeout_ms=TIMEOUT_MS)
+        return {"reasons": saved.reasons, "size_bytes": saved.size_bytes, "seconds": saved.seconds}
+
     def _push_layers(self, mine: list[int], theirs: list[int]) -> kvferry.LayerPush:
         (link,) = self.node.links
         return link.push_layers(self.cache, to=CACHE, blocks=(mine, theirs), timeout_ms=TIMEOUT_MS)
@@ -129,10 +150,48 @@ class Decode(Side):
         return model.decode(self.model, last, cache, new_tokens)
 
 
+class Zygote:
+    """Has the libraries and the weights, and never computes a token: each request gets a process forked from it."""
+
+    def load(self, name: str) -> None:
+        self.model = model.load(name)
+
+    def request(self, **how: Any) -> dict[str, Any]:
+        return in_a_child(lambda: answer_request(self.model, **how))
+
+
+def answer_request(
+    serving: PreTrainedModel, ids: list[int], new_tokens: int, block_tokens: int, pool: str | None, namespace: str
+) -> dict[str, Any]:
+    """The tokens that follow ``ids``, of which those that ``pool`` has blocks for are not computed again.
+
+    Everything that a serving process has done before it is asked is done before the clock starts: it has seen the shape
+    of its cache by running one token, has memory for its blocks, and is connected.
+    """
+    shape = model.kv_shape(serving)
+    blocks = range(1, 1 - (-(len(ids) + new_tokens) // block_tokens))
+    size = (blocks.stop, block_tokens, shape.kv_heads, shape.head_dim)
+    tensors = [torch.full(size, float("nan")) for _ in range(shape.tensors)]  # one that is read, and no token is right
+    hit, filled = None, 0
+    with Pool.connect(pool or "off", namespace=namespace) as shared:
+        shared.register(tensors, layout="blocks")
+        started = time.perf_counter()
+        if pool is not None:
+            keys = prefix_keys(ids[:-1], block_tokens)  # at least one token is run: the next one's scores come of it
+            hit = shared.load(keys, blocks=blocks[: len(keys)], timeout_ms=TIMEOUT_MS)
+            filled = hit.prefix * block_tokens
+        cache = PagedCache(tensors, blocks, filled)
+        first = int(model.forward(serving, ids[filled:], cache).argmax())
+        seconds = time.perf_counter() - started
+        tokens = [first, *model.decode(serving, first, cache, new_tokens - 1)]
+    loaded = {} if hit is None else {"hits": hit.prefix, "size_bytes": hit.size_bytes, "load_s": hit.seconds}
+    return {"tokens": tokens, "first_token_s": seconds, "computed": len(ids) - filled, **loaded}
+
+
 def _figures(done: kvferry.Done) -> dict[str, Any]:
     return {"size_bytes": done.size_bytes, "seconds": done.seconds, "transport": done.transport}
 
 
 if __name__ == "__main__":
-    side = {"prefill": Prefill, "decode": Decode}[sys.argv[1]]()
-    serve(side, (kvferry.KvferryError, model.UnfitModelError))
+    side = {"prefill": Prefill, "decode": Decode, "zygote": Zygote}[sys.argv[1]]()
+    serve(side, (kvferry.KvferryError, model.UnfitModelError, ChildFailedError))

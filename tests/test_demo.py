@@ -112,7 +112,7 @@ def test_a_folder_without_a_model_is_named(tmp_path: Path) -> None:
 
 
 def test_a_process_that_is_killed_ends_the_demo_with_a_sentence() -> None:
-    with Worker("decode", play.ENVIRONMENT) as decode:
+    with Worker("decode") as decode:
         decode.ask("load", name="tiny")
         os.kill(decode.pid, signal.SIGKILL)
         with pytest.raises(WorkerFailedError, match="The decode process was ended by signal 9 during 'load'"):
@@ -122,7 +122,7 @@ def test_a_process_that_is_killed_ends_the_demo_with_a_sentence() -> None:
 
 
 def test_an_error_of_kvferry_comes_back_as_its_sentence() -> None:
-    with Worker("decode", play.ENVIRONMENT) as decode:
+    with Worker("decode") as decode:
         decode.call("load", name="tiny")
         decode.call("open", transport="socket", blocks=2, block_tokens=16)
         with pytest.raises(WorkerFailedError, match=r"LinkFailed: .*127\.0\.0\.1:1"):
