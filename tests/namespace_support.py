@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -77,3 +77,50 @@ def _child_of(pid: int) -> int:
                 return int(children[0])
         time.sleep(0.002)
     raise AssertionError("unshare has not forked")
+
+
+class Network(list[Inside]):
+    """Processes, each in a network namespace of its own: 10.213.78.1, 2, … behind one switch, and 10.213.78.254 here."""
+
+    def cut(self, number: int) -> None:
+        """Nothing gets through to this one and back any more, and nobody is told."""
+        self._set(number, "down")
+
+    def mend(self, number: int) -> None:
+        self._set(number, "up")
+
+    def _set(self, number: int, state: str) -> None:
+        entered = ["nsenter", "-t", str(_child_of(self[number].process.pid)), "-n"]
+        subprocess.run([*entered, "ip", "link", "set", f"{_NAME}y{number}", state], check=True)
+
+
+@contextlib.contextmanager
+def network(insides: "Callable[..., Inside]", script: str, count: int) -> "Iterator[Network]":
+    """Starts ``script`` so often; its argument is the address, with port 0, that it is to listen at. Skips where no such
+    network can be made."""
+    made = Network()
+    switch = f"{_NAME}s"
+    try:
+        _made_or_skipped(f"ip link add {switch} type bridge")
+        _made_or_skipped(f"ip addr add 10.213.78.254/24 dev {switch}")
+        _made_or_skipped(f"ip link set {switch} up")
+        for number in range(count):
+            outer, inner, there = f"{_NAME}x{number}", f"{_NAME}y{number}", f"10.213.78.{number + 1}"
+            waiting = (
+                f"until ip link show {inner} >/dev/null 2>&1; do sleep 0.05; done && ip addr add {there}/24 dev {inner} && "
+                f"ip link set {inner} up && ip link set lo up"
+            )
+            made.append(insides(script, f"{there}:0", ["--net"], before=waiting))
+            inside = _child_of(made[-1].process.pid)
+            _made_or_skipped(f"ip link add {outer} type veth peer name {inner} netns {inside}")
+            _made_or_skipped(f"ip link set {outer} master {switch} up")
+        yield made
+    finally:
+        for device in (*(f"{_NAME}x{number}" for number in range(count)), switch):
+            subprocess.run(["ip", "link", "del", device], capture_output=True, check=False)
+
+
+def _made_or_skipped(command: str) -> None:
+    ran = subprocess.run(command.split(), capture_output=True, text=True, check=False)
+    if ran.returncode:
+        pytest.skip(f"no network of several hosts can be made here: `{command}`: {ran.stderr.strip()}")

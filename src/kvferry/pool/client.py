@@ -9,7 +9,8 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -35,10 +36,12 @@ __all__ = ["Pool"]
 
 LONGEST_KEY = 255
 THREADS = 8
+BESIDE = 64  # those that wait for nodes that stand still must leave some for the others
 TRANSPORTS = ("map", "cma", "socket")
 # At most this much of a batch is reserved or leased at a time: a batch of any size takes a bounded share of a node.
 KEYS_AT_A_TIME = 16_384
 BYTES_AT_A_TIME = 256 << 20
+LOCAL_FIRST = 4  # the node on this host has one part in so many of the time that is left to answer before the owners
 
 HIT, SAVED, TIMEOUT, NODE_LOST, LEASE_LOST, POOL_OFF, NEVER_SAVED = map(
     code_of, ("hit", "saved", "timeout", "node_lost", "lease_lost", "pool_off", "never_saved")
@@ -58,6 +61,12 @@ class _Batch:
     until: float
     codes: Codes
     size_bytes: int = 0
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def moved(self, size_bytes: int) -> None:
+        """From any of the threads that carry the batch out."""
+        with self.lock:
+            self.size_bytes += size_bytes
 
     def outcome(self) -> Outcome:
         return Outcome(self.codes, self.size_bytes, time.monotonic() - self.began)
@@ -114,7 +123,7 @@ class Pool:
     @classmethod
     def connect(
         cls,
-        members: "str | Sequence[str] | Membership | None" = None,
+        members: "str | Sequence[str | Member] | Membership | None" = None,
         *,
         namespace: str = "default",
         secret: str | bytes | None = None,
@@ -124,7 +133,8 @@ class Pool:
         start: bool = True,
         timeout_ms: int = 5000,
     ) -> "Pool":
-        """Opens a pool over ``members``: an address, several, or a :class:`Membership` that may change meanwhile.
+        """Opens a pool over ``members``: an address, a list of addresses or of :class:`kvferry.Member`, or a
+        :class:`Membership` that may change meanwhile.
 
         Without any, ``KVFERRY_POOL`` or the configuration file says where (docs/pool.md); else it is a node of this user's
         own on this host, which is started if need be and ``start`` allows it. Nothing that is missing there is an error:
@@ -138,8 +148,12 @@ class Pool:
         membership: Membership | None
         if members is not None and not isinstance(members, str | Sequence):
             membership = members
+        elif not isinstance(members, str | None) and any(isinstance(member, Member) for member in members):
+            membership = StaticMembership(
+                member if isinstance(member, Member) else Member(member, member) for member in members
+            )
         else:
-            found = places.resolve(members)
+            found = places.resolve(members)  # type: ignore[arg-type] # none of them is a Member
             if found == "private":
                 return cls.private(namespace=namespace, secret=secret, quota_bytes=quota_bytes)
             listed = [places.OWN] if found == places.OWN else found
@@ -153,7 +167,7 @@ class Pool:
             transports=transports,
         )
         pool._start = truth("start", start)
-        pool._reach_all(until)
+        pool._reach_all(until, pool._awake())
         return pool
 
     @classmethod
@@ -181,7 +195,7 @@ class Pool:
         except BaseException:
             node.close()
             raise
-        pool._reach_all(time.monotonic() + 5)
+        pool._reach_all(time.monotonic() + 5, pool._awake())
         return pool
 
     # --- memory ------------------------------------------------------------------------------------------------------
@@ -279,31 +293,39 @@ class Pool:
         return self._workers.submit(self._looking(keys, routes, timeout_ms, local_only))
 
     def remove(self, keys: Any, *, routes: Any = None, timeout_ms: int = 1000) -> int:
-        """Drops values; how many there were. What a node that cannot be reached holds, stays."""
+        """Drops values, and the copies of them on this host; how many values there were. What a node that cannot be
+        reached holds, stays, and so do copies on other hosts."""
         batch = self._batch(keys, routes, None, timeout_ms)
-        removed = 0
+        removed: list[int] = []
 
         def ask(peer: Peer, chosen: Indices) -> None:
-            nonlocal removed
             link = peer.reach(batch.until)
             request = messages.Remove(peer.space(self._space, batch.until, link), _picked(batch.keys, chosen))
-            removed += peer.ask(request, messages.Count, batch.until, link).keys
+            removed.append(peer.ask(request, messages.Count, batch.until, link).keys)
 
-        self._on_each(batch, False, ask)
-        return removed
+        shares, local = self._shares(batch), self._local()
+        every = np.arange(len(batch.keys), dtype=np.int64)
+        # The local node counts what it owns and not its copies: it is asked for all keys.
+        shares = [(peer, chosen) for peer, chosen in shares if peer is not local]
+        self._on_each(batch, shares if local is None else [(local, every), *shares], ask)
+        return sum(removed)
 
     def clear(self, *, timeout_ms: int = 1000) -> int:
-        """Drops everything of this namespace, whatever its geometry, on every node that can be reached; how many values."""
+        """Drops everything of this namespace, whatever its geometry, copies included, on every node that can be reached;
+        how many values."""
         until = time.monotonic() + checked_timeout(timeout_ms) / 1000
-        dropped = 0
-        for peer in self._awake():
+        dropped: list[int] = []
+
+        def ask(peer: Peer) -> None:
             try:
                 link = peer.reach(until)
                 request = messages.Clear(peer.space(self._space, until, link))
-                dropped += peer.ask(request, messages.Count, until, link).keys
+                dropped.append(peer.ask(request, messages.Count, until, link).keys)
             except Unreachable:
-                continue
-        return dropped
+                return
+
+        self._side_by_side([partial(ask, peer) for peer in self._awake()])
+        return sum(dropped)
 
     # --- life --------------------------------------------------------------------------------------------------------
 
@@ -382,7 +404,7 @@ class Pool:
         local, space = truth("local_only", local_only), self._space_of(buffers)
 
         def load() -> Outcome:
-            self._on_each(batch, local, lambda peer, chosen: self._load_from(peer, space, batch, chosen))
+            self._read(batch, local, lambda *share: self._load_from(space, batch, *share))
             return self._counted_up(batch)
 
         return load
@@ -404,11 +426,12 @@ class Pool:
         copied = truth("local_copy", local_copy)
 
         def save() -> Outcome:
+            shares = self._shares(batch)
             self._on_each(
-                batch, False, lambda peer, chosen: self._save_to(peer, space, batch, chosen, chained, ttl, False)
+                batch, shares, lambda peer, chosen: self._save_to(peer, space, batch, chosen, chained, ttl, False)
             )
             if copied:
-                self._copy_locally(space, batch, chained, ttl)
+                self._copy_locally(shares, space, batch, chained, ttl)
             return self._counted_up(batch)
 
         return save
@@ -417,14 +440,14 @@ class Pool:
         batch = self._batch(keys, routes, None, timeout_ms)
         local, space = truth("local_only", local_only), self._space
 
-        def look(peer: Peer, chosen: Indices) -> None:
-            link = peer.reach(batch.until)
-            request = messages.Exists(peer.space(space, batch.until, link), _picked(batch.keys, chosen))
-            flags = peer.ask(request, messages.Flags, batch.until, link)
+        def look(peer: Peer, chosen: Indices, until: float) -> None:
+            link = peer.reach(until)
+            request = messages.Exists(peer.space(space, until, link), _picked(batch.keys, chosen))
+            flags = peer.ask(request, messages.Flags, until, link)
             batch.codes[chosen] = np.frombuffer(flags.codes, np.uint8)
 
         def exists() -> Outcome:
-            self._on_each(batch, local, look)
+            self._read(batch, local, look)
             return batch.outcome()
 
         return exists
@@ -433,9 +456,41 @@ class Pool:
         space = self._space
         return space if buffers is None else Space(space.namespace, space.domain, b"", space.quota_bytes)
 
-    def _on_each(self, batch: _Batch, local_only: bool, do: Callable[[Peer, Indices], None]) -> None:
-        """``do`` for each node and the keys that belong there, side by side; what cannot be asked leaves its word."""
-        shares = self._shares(batch, local_only)
+    def _read(self, batch: _Batch, local_only: bool, do: Callable[[Peer, Indices, float], None]) -> None:
+        """``do(peer, chosen, until)``: the node on this host is asked for all keys, then each owner for what is missing.
+
+        ``until`` is for asking alone. The local node, which may be the one that stands still, has a part of the time.
+        """
+
+        def asked_for_long(peer: Peer, chosen: Indices) -> None:
+            do(peer, chosen, batch.until)
+
+        every = np.arange(len(batch.keys), dtype=np.int64)
+        if local_only:
+            local = self._local(batch.until)
+            if local is not None:
+                self._on_each(batch, [(local, every)], asked_for_long)
+            elif self._membership is not None:
+                batch.codes[:] = NEVER_SAVED
+            return
+        shares, local = self._shares(batch), self._local()
+        if local is not None and any(peer is not local for peer, _ in shares) and local.prompt:
+            answered = np.zeros(len(batch.keys), np.bool_)
+            for part in self._parts(batch, every):
+                now = time.monotonic()
+                try:
+                    do(local, part, now + (batch.until - now) / LOCAL_FIRST)
+                except Unreachable as why:
+                    local.late(why.word)
+                    break
+                answered[part] = True
+            missing = ~SUCCESSES[batch.codes]
+            left = [(peer, chosen[missing[chosen] & ~(answered[chosen] & (peer is local))]) for peer, chosen in shares]
+            shares = [share for share in left if len(share[1])]
+        self._on_each(batch, shares, asked_for_long)
+
+    def _on_each(self, batch: _Batch, shares: list[tuple[Peer, Indices]], do: Callable[[Peer, Indices], None]) -> None:
+        """``do`` for each share, side by side; a node that cannot be asked leaves its word to its keys."""
 
         def carry_out(peer: Peer, chosen: Indices) -> None:
             for part in self._parts(batch, chosen):
@@ -447,41 +502,37 @@ class Pool:
                     batch.codes[waiting] = code_of(why.word)
                     return
 
-        if len(shares) == 1:
-            carry_out(*shares[0])
-            return
-        others = [self._beside.submit(partial(carry_out, *share)) for share in shares[1:]]
+        self._side_by_side([partial(carry_out, *share) for share in shares])
+
+    def _side_by_side(self, jobs: Sequence[Callable[[], None]]) -> None:
+        """The first on this thread. Ends when all have ended, and raises what one of them raises."""
+        others = [self._beside.submit(job) for job in jobs[1:]]
         try:
-            if shares:
-                carry_out(*shares[0])
+            for job in jobs[:1]:
+                job()
         finally:
             for future in others:  # whatever has happened here: nothing moves any more when this call has ended
                 future.settle()
         for future in others:
             future.wait()
 
-    def _shares(self, batch: _Batch, local_only: bool) -> list[tuple[Peer, Indices]]:
-        peers = self._awake()
-        every = np.arange(len(batch.keys), dtype=np.int64)
-        if not peers or not len(every):
+    def _shares(self, batch: _Batch) -> list[tuple[Peer, Indices]]:
+        """Each owner and its keys; of a pool without members nobody, which is as if all of them were lost."""
+        self._awake()
+        members, peers = self._routed
+        if not peers or not batch.keys:
+            if self._membership is not None:
+                batch.codes[:] = NODE_LOST
             return []
-        if local_only:
-            local = self._local()
-            if local is None:
-                batch.codes[:] = NEVER_SAVED
-                return []
-            return [(local, every)]
         if len(peers) == 1:
-            return [(peers[0], every)]
-        assert self._membership is not None
-        members = self._members
+            return [(peers[0], np.arange(len(batch.keys), dtype=np.int64))]
         digests = routing.digests(batch.keys if batch.routes is None else batch.routes)
         owners = routing.owners(digests, members)
         return [(peers[i], np.flatnonzero(owners == i)) for i in range(len(peers)) if (owners == i).any()]
 
     def _parts(self, batch: _Batch, chosen: Indices) -> list[Indices]:
         """``chosen`` in order, in parts that are asked for at once."""
-        if batch.values is None:
+        if batch.values is None or not len(chosen):
             return [chosen[at : at + KEYS_AT_A_TIME] for at in range(0, len(chosen), KEYS_AT_A_TIME)]
         sizes = batch.values.totals[chosen]
         if len(chosen) <= KEYS_AT_A_TIME and int(sizes.sum()) <= BYTES_AT_A_TIME:
@@ -495,18 +546,18 @@ class Pool:
             begin = end
         return parts
 
-    def _load_from(self, peer: Peer, space: Space, batch: _Batch, chosen: Indices) -> None:
+    def _load_from(self, space: Space, batch: _Batch, peer: Peer, chosen: Indices, until: float) -> None:
         values = batch.values
         assert values is not None
-        link = peer.reach(batch.until)
+        link = peer.reach(until)
         request = messages.Lookup(
-            peer.space(space, batch.until, link),
+            peer.space(space, until, link),
             _picked(batch.keys, chosen),
             values.totals[chosen].tobytes(),
             _ms_left(batch.until),
             peer.released(link),
         )
-        leased = peer.ask(request, messages.Leased, batch.until, link)
+        leased = peer.ask(request, messages.Leased, until, link)
         codes = np.frombuffer(leased.codes, np.uint8).copy()
         hits = np.flatnonzero(codes == HIT)
         if len(hits):
@@ -520,7 +571,7 @@ class Pool:
                     if word:
                         codes[hits[mine]] = code_of(word)
                     else:
-                        batch.size_bytes += int(spans[:, 2].sum())
+                        batch.moved(int(spans[:, 2].sum()))
             finally:
                 peer.release(link, leased.lease, int(values.totals[chosen[hits]].sum()))
         batch.codes[chosen] = codes
@@ -571,22 +622,28 @@ class Pool:
             if committed:
                 published = np.frombuffer(flags.codes, np.uint8)
                 codes[places] = np.where(SUCCESSES[codes[places]], published, codes[places])
-                batch.size_bytes += moved
+                if not copy:
+                    batch.moved(moved)
         if not copy:
             batch.codes[chosen] = codes
 
-    def _copy_locally(self, space: Space, batch: _Batch, chain: bool, ttl: int | None) -> None:
+    def _copy_locally(
+        self, shares: list[tuple[Peer, Indices]], space: Space, batch: _Batch, chain: bool, ttl: int | None
+    ) -> None:
+        """Of what was saved in this call: what was there already may be other bytes than the caller's."""
         local = self._local()
-        if local is None:
+        if local is None or not local.prompt:
             return
-        elsewhere = [chosen for peer, chosen in self._shares(batch, False) if peer is not local]
-        for chosen in elsewhere:
-            saved = chosen[SUCCESSES[batch.codes[chosen]]]
-            for part in self._parts(batch, saved):
-                try:
-                    self._save_to(local, space, batch, part, chain, ttl, True)
-                except Unreachable:
-                    return
+        saved = batch.codes == SAVED
+        for peer, chosen in shares:
+            if peer is local:
+                saved[chosen] = False
+        for part in self._parts(batch, np.flatnonzero(saved)):
+            try:
+                self._save_to(local, space, batch, part, chain, ttl, True)
+            except Unreachable as why:
+                local.late(why.word)
+                return
 
     def _counted_up(self, batch: _Batch) -> Outcome:
         counts = np.bincount(batch.codes, minlength=len(messages.WORDS))
@@ -598,33 +655,33 @@ class Pool:
     # --- nodes -------------------------------------------------------------------------------------------------------
 
     def _awake(self) -> list[Peer]:
-        """The nodes, in the order of ``_members``; made anew in a forked child and when the members have changed."""
+        """The nodes, in the order of their members; made anew in a forked child and when the members have changed."""
         membership = self._membership
         with self._lock:
             if self._closed:
                 return []
             if self._pid != os.getpid():
                 self._pid = os.getpid()
-                self._workers, self._beside = Workers("kvferry-pool", THREADS), Workers("kvferry-pool-beside", THREADS)
+                self._workers, self._beside = Workers("kvferry-pool", THREADS), Workers("kvferry-pool-beside", BESIDE)
                 self._node = Node(**self._node_options)
                 self._peers: dict[tuple[str, str], Peer] = {}
-                self._order: list[Peer] = []
-                self._members: tuple[Member, ...] = ()
+                self._routed: tuple[tuple[Member, ...], list[Peer]] = ((), [])  # exchanged whole
                 self._version = -1
             if membership is None or membership.version == self._version:
-                return self._order
+                return self._routed[1]
             self._version = membership.version  # read first: a change between the two is seen by the next call
-            self._members = membership.members()
+            members = membership.members()
             kept = {}
-            for member in self._members:
+            for member in members:
                 at = (member.id, member.address)
                 known = self._peers.pop(at) if at in self._peers else None
                 kept[at] = known or Peer(self._node, self._finder(member.address))
             gone, self._peers = self._peers, kept
-            self._order = list(kept.values())
+            self._routed = (members, list(kept.values()))
+            peers = self._routed[1]
         for peer in gone.values():
             peer.close()
-        return self._order
+        return peers
 
     def _finder(self, address: str) -> Callable[[int], str | None]:
         """Where a node is at the moment of linking to it."""
@@ -632,20 +689,20 @@ class Pool:
             return lambda timeout_ms: address
         return lambda timeout_ms: embedded.ensure(timeout_ms) if self._start else embedded.find()
 
-    def _local(self) -> Peer | None:
-        """The node on this host, if a link to one is up."""
-        for peer in self._awake():
-            link = peer.link
-            if link is not None and link.alive and link.statistics().same_host:
-                return peer
-        return None
+    def _local(self, until: float | None = None) -> Peer | None:
+        """The node on this host, of several the first by id; None, if none is known. ``until``: nodes that were never
+        reached may be the one, and are tried."""
+        peers = self._awake()
+        if until is not None and not any(peer.same_host for peer in peers):
+            self._reach_all(until, [peer for peer in peers if peer.same_host is None])
+        return next((peer for peer in peers if peer.same_host), None)
 
-    def _reach_all(self, until: float) -> None:
-        for peer in self._awake():
-            try:
+    def _reach_all(self, until: float, peers: Sequence[Peer]) -> None:
+        def reach(peer: Peer) -> None:
+            with suppress(Unreachable):
                 peer.reach(until)
-            except Unreachable:
-                continue
+
+        self._side_by_side([partial(reach, peer) for peer in peers])
 
 
 def _pull(link: Link, window: bytes, spans: Spans, until: float, resolution: bytes) -> None:

@@ -26,6 +26,7 @@ PAUSE_S = (0.1, 0.5, 1.0, 2.0)  # between attempts to reach a node that is gone
 LONGEST_LINKING_MS = 3000
 TOLD_AT_ONCE_BYTES = 1 << 20  # a message of its own costs as much as moving this
 MOST_UNTOLD = 32
+PASSED_OVER_S = 2.0
 
 
 class Unreachable(Exception):
@@ -58,6 +59,8 @@ class Peer:
         self._released: list[int] = []
         self._not_before = 0.0
         self._attempts = 0
+        self._late = 0.0
+        self.same_host: bool | None = None  # what the last link said; None: there was none
         self.why_not = ""  # it could not be reached the last time
 
     @property
@@ -156,6 +159,17 @@ class Peer:
                     self._spaces[space] = number
         return number
 
+    @property
+    def prompt(self) -> bool:
+        """Whether those who can do without may ask it: a link is up, and it did not keep one of them waiting just now."""
+        link = self._link
+        return link is not None and link.alive and time.monotonic() >= self._late
+
+    def late(self, word: str) -> None:
+        """One of them was kept waiting, or its link is down: ``word`` says which."""
+        if word == "timeout":
+            self._late = time.monotonic() + PASSED_OVER_S
+
     def forget_pause(self) -> None:
         """The next call tries at once."""
         self._not_before = 0.0
@@ -183,6 +197,7 @@ class Peer:
             self._spaces.clear()
             self._released.clear()
             self._link = link
+        self.same_host = link.statistics().same_host
         return link
 
     def _forget(self, link: "Link | None") -> None:
