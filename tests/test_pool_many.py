@@ -264,6 +264,25 @@ def test_a_node_that_stands_still_costs_its_share_alone_within_the_timeout(clust
         until(lambda: load(pool).prefix == len(KEYS))
 
 
+def test_a_local_node_that_stands_still_delays_one_read_of_what_others_own(cluster: Cluster) -> None:
+    members = cluster.members()
+    with kvferry.Pool.connect(members) as pool:
+        save(pool)
+        theirs = [at for at, owner in enumerate(owners_of(KEYS, members)) if owner != "a"]
+        keys = [KEYS[at] for at in theirs]
+        into = np.zeros((len(keys), SIZE), np.uint8)
+        cluster.nodes["a"].signal(signal.SIGSTOP)
+        took = []
+        for timeout_ms in (0, 4000, 4000):
+            began = time.monotonic()
+            outcome = pool.load(keys, buffers=list(into), timeout_ms=timeout_ms)
+            took.append(time.monotonic() - began)
+            assert outcome.prefix == (len(keys) if timeout_ms else 0)
+        assert took[0] < 0.9 < took[1] < 2
+        assert took[2] < 0.9
+        assert (into == VALUES[theirs]).all()
+
+
 # --- the node on this host --------------------------------------------------------------------------------------------
 
 

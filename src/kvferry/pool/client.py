@@ -480,8 +480,8 @@ class Pool:
                 now = time.monotonic()
                 try:
                     do(local, part, now + (batch.until - now) / LOCAL_FIRST)
-                except Unreachable as why:
-                    local.late(why.word)
+                except Unreachable:
+                    local.late(now)
                     break
                 answered[part] = True
             missing = ~SUCCESSES[batch.codes]
@@ -638,11 +638,12 @@ class Pool:
         for peer, chosen in shares:
             if peer is local:
                 saved[chosen] = False
+        began = time.monotonic()
         for part in self._parts(batch, np.flatnonzero(saved)):
             try:
                 self._save_to(local, space, batch, part, chain, ttl, True)
-            except Unreachable as why:
-                local.late(why.word)
+            except Unreachable:
+                local.late(began)
                 return
 
     def _counted_up(self, batch: _Batch) -> Outcome:

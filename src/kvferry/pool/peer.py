@@ -26,7 +26,7 @@ PAUSE_S = (0.1, 0.5, 1.0, 2.0)  # between attempts to reach a node that is gone
 LONGEST_LINKING_MS = 3000
 TOLD_AT_ONCE_BYTES = 1 << 20  # a message of its own costs as much as moving this
 MOST_UNTOLD = 32
-PASSED_OVER_S = 2.0
+PASSED_OVER = 8  # times as long as it kept somebody waiting who could have done without it
 
 
 class Unreachable(Exception):
@@ -165,10 +165,10 @@ class Peer:
         link = self._link
         return link is not None and link.alive and time.monotonic() >= self._late
 
-    def late(self, word: str) -> None:
-        """One of them was kept waiting, or its link is down: ``word`` says which."""
-        if word == "timeout":
-            self._late = time.monotonic() + PASSED_OVER_S
+    def late(self, since: float) -> None:
+        """One of them has waited since then for nothing."""
+        now = time.monotonic()
+        self._late = now + PASSED_OVER * (now - since)
 
     def forget_pause(self) -> None:
         """The next call tries at once."""
