@@ -12,6 +12,7 @@
 
 #include <unistd.h>
 
+#include "../core/checksum.hpp"
 #include "../core/copier.hpp"
 #include "../core/host.hpp"
 #include "../core/interrupt.hpp"
@@ -379,6 +380,30 @@ nb::dict statistics_of(PyLink& self) {
   return d;
 }
 
+template <typename Word>
+using Words = nb::ndarray<const Word, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+nb::bytes checksums(const Words<std::uint64_t>& addresses, const Words<std::uint64_t>& sizes, const Words<std::int64_t>& counts, const Words<std::uint64_t>& seeds) {
+  const std::size_t segments = addresses.shape(0), values = counts.shape(0);
+  std::size_t counted = 0;
+  for (std::size_t i = 0; i < values; ++i) {
+    if (counts(i) < 0 || static_cast<std::size_t>(counts(i)) > segments - counted) throw Error(Kind::invalid_argument, "the counts are of more segments than there are");
+    counted += static_cast<std::size_t>(counts(i));
+  }
+  if (counted != segments || sizes.shape(0) != segments || seeds.shape(0) != values)
+    throw Error(Kind::invalid_argument, sentence(segments, " addresses, ", sizes.shape(0), " sizes, ", seeds.shape(0), " seeds and ", values, " counts of ", counted, " segments do not go together"));
+  std::vector<std::uint64_t> found(values);
+  {
+    const WithoutGil released;
+    for (std::size_t i = 0, at = 0; i < values; ++i) {
+      Checksum checksum(seeds(i));
+      for (const std::size_t end = at + static_cast<std::size_t>(counts(i)); at < end; ++at) checksum.add(reinterpret_cast<const void*>(addresses(at)), sizes(at));
+      found[i] = checksum.end();
+    }
+  }
+  return bytes_of({reinterpret_cast<const std::uint8_t*>(found.data()), found.size() * sizeof(std::uint64_t)});
+}
+
 constexpr const char* layout_names[] = {"rows", "blocks", "mixed"};
 
 }  // namespace
@@ -431,6 +456,8 @@ NB_MODULE(_core, m) {
     const auto room = memory_room("", with_swap);
     return nb::make_tuple(room.bytes, room.of);
   }, "with_swap"_a);
+
+  m.def("checksums", &checksums, "addresses"_a, "sizes"_a, "counts"_a, "seeds"_a);
 
   nb::class_<Target>(m, "Target")
       .def_static("by_id", [](std::uint64_t id) { return Target{Target::By::id, id, 0, {}, {}}; })
@@ -555,9 +582,9 @@ NB_MODULE(_core, m) {
       .def_prop_ro("alive", [](PyLink& self) { return !self.node->closed() && self.link->alive(); })
       .def_prop_ro("outgoing", [](PyLink& self) { return self.link->outgoing; })
       .def("pull", &pull, "target"_a, "into"_a.none(), "moves"_a, "timeout_ms"_a, "transport"_a = 0, "resolution"_a = nb::bytes("", 0))
-      .def("pull_async", [](PyLink& self, const Target& target, std::optional<std::uint64_t> into, std::shared_ptr<const Moves> moves, std::int64_t timeout_ms, int transport) {
-        return started(self.node, self.node->pull(self.link, target, into, std::move(moves), deadline_of(timeout_ms), transports_of(transport)));
-      }, "target"_a, "into"_a.none(), "moves"_a, "timeout_ms"_a, "transport"_a = 0)
+      .def("pull_async", [](PyLink& self, const Target& target, std::optional<std::uint64_t> into, std::shared_ptr<const Moves> moves, std::int64_t timeout_ms, int transport, nb::bytes resolution) {
+        return started(self.node, self.node->pull(self.link, target, into, std::move(moves), deadline_of(timeout_ms), transports_of(transport), {resolution.c_str(), resolution.size()}));
+      }, "target"_a, "into"_a.none(), "moves"_a, "timeout_ms"_a, "transport"_a = 0, "resolution"_a = nb::bytes("", 0))
       .def("push", [](PyLink& self, std::optional<std::uint64_t> source, const Target& target, std::shared_ptr<const Moves> moves, std::int64_t timeout_ms, int transport) {
         const auto operation = self.node->push(self.link, source, target, std::move(moves), deadline_of(timeout_ms), transports_of(transport));
         return run(*operation, false);

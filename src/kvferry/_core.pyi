@@ -45,6 +45,15 @@ def host_report() -> dict[str, Any]:
 def memory_room(with_swap: bool) -> tuple[int, str]:
     """How many bytes more this process may use, and by whom that is limited: "this machine", "the memory cgroup …"."""
 
+def checksums(
+    addresses: npt.NDArray[np.uint64],
+    sizes: npt.NDArray[np.uint64],
+    counts: npt.NDArray[np.int64],
+    seeds: npt.NDArray[np.uint64],
+) -> bytes:
+    """A u64 for each value, never 0: value i is the next ``counts[i]`` segments, one behind the other. Nothing is looked up:
+    only for memory that has just been moved from or to, all of it and without an error."""
+
 @final
 class Target:
     """What a pull or push names on the far side."""
@@ -241,7 +250,13 @@ class Link:
     ) -> Done:
         """``resolution``: what the owner's `Node.resolution` gives for this target, a window: it need not be asked then."""
     def pull_async(
-        self, target: Target, into: int | None, moves: Moves, timeout_ms: int, transport: int = 0
+        self,
+        target: Target,
+        into: int | None,
+        moves: Moves,
+        timeout_ms: int,
+        transport: int = 0,
+        resolution: bytes = b"",
     ) -> Transfer: ...
     def push(self, source: int | None, target: Target, moves: Moves, timeout_ms: int, transport: int = 0) -> Done: ...
     def push_async(

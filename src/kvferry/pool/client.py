@@ -17,9 +17,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvferry import _core
 from kvferry.arrays import Memory, recognise
-from kvferry.errors import CacheNotFound, DeadlineExceeded, InvalidArgument, KvferryError, NodeClosed
+from kvferry.errors import InvalidArgument, NodeClosed
 from kvferry.link import Link
 from kvferry.node import Node
 from kvferry.options import checked_timeout, one_of, shown, text, truth, whole
@@ -27,9 +26,10 @@ from kvferry.pool import embedded, messages, places, routing
 from kvferry.pool import keys as key_rules
 from kvferry.pool.membership import Member, Membership, StaticMembership
 from kvferry.pool.messages import code_of
+from kvferry.pool.moving import moved, moves_of, ms_left, pulling, pushing
 from kvferry.pool.outcome import SUCCESSES, Codes, Outcome
 from kvferry.pool.peer import Peer, Space, Unreachable
-from kvferry.pool.values import Spans, Values, of_blocks, of_buffers
+from kvferry.pool.values import U64, Values, of_blocks, of_buffers
 from kvferry.pool.workers import Future, Workers
 
 __all__ = ["Pool"]
@@ -38,14 +38,16 @@ LONGEST_KEY = 255
 THREADS = 8
 BESIDE = 64  # those that wait for nodes that stand still must leave some for the others
 TRANSPORTS = ("map", "cma", "socket")
+CHECKSUMS = {"auto": 0, "always": 1, "never": 2}
 # At most this much of a batch is reserved or leased at a time: a batch of any size takes a bounded share of a node.
 KEYS_AT_A_TIME = 16_384
 BYTES_AT_A_TIME = 256 << 20
 LOCAL_FIRST = 4  # the node on this host has one part in so many of the time that is left to answer before the owners
 
-HIT, SAVED, TIMEOUT, NODE_LOST, LEASE_LOST, POOL_OFF, NEVER_SAVED = map(
-    code_of, ("hit", "saved", "timeout", "node_lost", "lease_lost", "pool_off", "never_saved")
+HIT, SAVED, TIMEOUT, NODE_LOST, POOL_OFF, NEVER_SAVED, CORRUPTED = map(
+    code_of, ("hit", "saved", "timeout", "node_lost", "pool_off", "never_saved", "corrupted")
 )
+NO_CHECKSUM = np.uint64(0)
 
 Indices = npt.NDArray[np.int64]
 
@@ -99,6 +101,7 @@ class Pool:
         node_secret: str | bytes | None = None,
         quota_bytes: int | None = None,
         transports: Sequence[str] = TRANSPORTS,
+        checksum: str = "auto",
         keep: Any = None,
     ) -> None:
         """For :meth:`connect` and :meth:`private`. ``membership`` None: the pool is off. ``keep`` is closed with it."""
@@ -110,6 +113,8 @@ class Pool:
             "transports": transports,
             "program": "kvferry-pool-client",
         }
+        one_of("checksum", checksum, CHECKSUMS)
+        self._checksum = checksum
         self._keep = keep
         self._memories: tuple[Memory, ...] = ()
         self._lock = threading.Lock()
@@ -130,6 +135,7 @@ class Pool:
         node_secret: str | bytes | None = None,
         quota_bytes: int | None = None,
         transports: Sequence[str] = TRANSPORTS,
+        checksum: str = "auto",
         start: bool = True,
         timeout_ms: int = 5000,
     ) -> "Pool":
@@ -142,7 +148,9 @@ class Pool:
 
         ``namespace``: values of one are never found in another. With a ``secret``, only those who give the same one find
         them. ``quota_bytes``: the most that this namespace may fill of each node. ``node_secret``: what links to the nodes
-        must know. ``transports``: what links to the nodes may use at all.
+        must know. ``transports``: what links to the nodes may use at all. ``checksum``: whether values are saved with a
+        checksum, and verified by it when they are loaded: ``"auto"``, if they cross from host to host, ``"always"`` or
+        ``"never"``.
         """
         until = time.monotonic() + checked_timeout(timeout_ms) / 1000
         membership: Membership | None
@@ -155,7 +163,7 @@ class Pool:
         else:
             found = places.resolve(members)  # type: ignore[arg-type] # none of them is a Member
             if found == "private":
-                return cls.private(namespace=namespace, secret=secret, quota_bytes=quota_bytes)
+                return cls.private(namespace=namespace, secret=secret, quota_bytes=quota_bytes, checksum=checksum)
             listed = [places.OWN] if found == places.OWN else found
             membership = None if listed is None else StaticMembership(Member(where, where) for where in listed)
         pool = cls(
@@ -165,6 +173,7 @@ class Pool:
             node_secret=node_secret,
             quota_bytes=quota_bytes,
             transports=transports,
+            checksum=checksum,
         )
         pool._start = truth("start", start)
         pool._reach_all(until, pool._awake())
@@ -178,6 +187,7 @@ class Pool:
         namespace: str = "default",
         secret: str | bytes | None = None,
         quota_bytes: int | None = None,
+        checksum: str = "auto",
     ) -> "Pool":
         """A pool with a node of its own inside this process, which ends with it; nobody else can reach it."""
         from kvferry.pool.node import Private
@@ -190,6 +200,7 @@ class Pool:
                 secret=secret,
                 node_secret=node.secret,
                 quota_bytes=quota_bytes,
+                checksum=checksum,
                 keep=node,
             )
         except BaseException:
@@ -383,7 +394,7 @@ class Pool:
         if where is not None and where.raw and len(where):
             every = np.arange(len(where))
             spans = where.spans(every, np.zeros(len(where), np.uint64), to_node=not writable)
-            self._node._core.check_memory(_moves(spans), writable)
+            self._node._core.check_memory(moves_of(spans), writable)
         codes = np.full(len(listed), TIMEOUT if self._membership is not None else POOL_OFF, np.uint8)
         return _Batch(listed, routed, where, began, until, codes)
 
@@ -554,7 +565,7 @@ class Pool:
             peer.space(space, until, link),
             _picked(batch.keys, chosen),
             values.totals[chosen].tobytes(),
-            _ms_left(batch.until),
+            ms_left(batch.until),
             peer.released(link),
         )
         leased = peer.ask(request, messages.Leased, until, link)
@@ -563,17 +574,26 @@ class Pool:
         if len(hits):
             windows = np.frombuffer(leased.window_of, np.uint16)
             offsets = np.frombuffer(leased.offsets, np.uint64)
+            seeds = expected = None
+            if leased.checksums and self._verifies(peer):
+                expected = np.frombuffer(leased.checksums, np.uint64)
+                seeds = _seeds(space, batch.keys, chosen[hits])
             try:
                 for number, name in enumerate(leased.windows):
                     mine = np.flatnonzero(windows == number)
-                    spans = values.spans(chosen[hits[mine]], offsets[mine], to_node=False)
-                    word = _moved(_pull, link, name, spans, batch.until, leased.resolutions[number])
+                    which = chosen[hits[mine]]
+                    way = pulling(link, name, leased.resolutions[number])
+                    word, sums = moved(way, values, which, offsets[mine], batch.until, _at(seeds, mine))
                     if word:
                         codes[hits[mine]] = code_of(word)
-                    else:
-                        batch.moved(int(spans[:, 2].sum()))
+                    elif expected is not None:
+                        wrong = (sums != expected[mine]) & (expected[mine] != NO_CHECKSUM)
+                        codes[hits[mine[wrong]]] = CORRUPTED
             finally:
                 peer.release(link, leased.lease, int(values.totals[chosen[hits]].sum()))
+            batch.moved(int(values.totals[chosen[codes == HIT]].sum()))
+            if (codes == CORRUPTED).any():
+                self._drop(peer, link, request.space, _picked(batch.keys, chosen[codes == CORRUPTED]), batch.until)
         batch.codes[chosen] = codes
 
     def _save_to(
@@ -588,7 +608,7 @@ class Pool:
             values.totals[chosen].tobytes(),
             chain,
             ttl,
-            _ms_left(batch.until),
+            ms_left(batch.until),
             copy,
         )
         reserved = peer.ask(request, messages.Reserved, batch.until, link)
@@ -598,19 +618,24 @@ class Pool:
             windows = np.frombuffer(reserved.window_of, np.uint16)
             offsets = np.frombuffer(reserved.offsets, np.uint64)
             failed: list[int] = []
-            moved = 0
+            size_bytes = 0
+            seeds, checksums = None, np.zeros(0, np.uint64)
+            if self._verifies(peer) or (self._checksum == "auto" and peer.beyond_host):
+                seeds, checksums = _seeds(space, batch.keys, chosen[places]), np.zeros(len(places), np.uint64)
             committed = False
             try:
                 for number, name in enumerate(reserved.windows):
                     mine = np.flatnonzero(windows == number)
-                    spans = values.spans(chosen[places[mine]], offsets[mine], to_node=True)
-                    word = _moved(_push, link, name, spans, batch.until)
+                    which = chosen[places[mine]]
+                    word, sums = moved(pushing(link, name), values, which, offsets[mine], batch.until, _at(seeds, mine))
                     if word:
                         codes[places[mine]] = code_of(word)
                         failed += mine.tolist()
-                    else:
-                        moved += int(spans[:, 2].sum())
-                commit = messages.Commit(reserved.reservation, failed, b"")
+                        continue
+                    size_bytes += int(values.totals[which].sum())
+                    if seeds is not None:
+                        checksums[mine] = sums
+                commit = messages.Commit(reserved.reservation, failed, checksums.tobytes())
                 flags = peer.ask(commit, messages.Flags, batch.until, link)
                 committed = True
             except Unreachable as why:
@@ -623,9 +648,19 @@ class Pool:
                 published = np.frombuffer(flags.codes, np.uint8)
                 codes[places] = np.where(SUCCESSES[codes[places]], published, codes[places])
                 if not copy:
-                    batch.moved(moved)
+                    batch.moved(size_bytes)
         if not copy:
             batch.codes[chosen] = codes
+
+    def _verifies(self, peer: Peer) -> bool:
+        return not peer.same_host if self._checksum == "auto" else self._checksum == "always"
+
+    def _drop(self, peer: Peer, link: Link, space: int, keys: list[bytes], until: float) -> None:
+        """Values that have lost their bytes are not served again."""
+        try:
+            peer.ask(messages.Remove(space, keys), messages.Count, until, link)
+        except Unreachable:
+            return
 
     def _copy_locally(
         self, shares: list[tuple[Peer, Indices]], space: Space, batch: _Batch, chain: bool, ttl: int | None
@@ -706,39 +741,15 @@ class Pool:
         self._side_by_side([partial(reach, peer) for peer in peers])
 
 
-def _pull(link: Link, window: bytes, spans: Spans, until: float, resolution: bytes) -> None:
-    """The core's own call: the window's owner has told what it would answer, so it is not asked again."""
-    link._core.pull(_core.Target.by_window(window), None, _moves(spans), _ms_left(until), 0, resolution)
+def _at(seeds: U64 | None, which: Indices) -> U64 | None:
+    return None if seeds is None else seeds[which]
 
 
-def _push(link: Link, window: bytes, spans: Spans, until: float) -> None:
-    link._core.push(None, _core.Target.by_window(window), _moves(spans), _ms_left(until))
-
-
-def _moves(spans: Spans) -> _core.Moves:
-    return _core.Moves.spans(spans.view(np.int64))
-
-
-def _moved(move: Callable[..., None], *arguments: Any) -> str:
-    """ "" if all bytes have moved, else the word for why not.
-
-    :raises InvalidArgument: memory that the caller named is not there.
-    """
-    try:
-        move(*arguments)
-    except InvalidArgument:
-        raise
-    except CacheNotFound:
-        return "lease_lost"
-    except DeadlineExceeded:
-        return "timeout"
-    except KvferryError:
-        return "node_lost"
-    return ""
-
-
-def _ms_left(until: float) -> int:
-    return max(0, int((until - time.monotonic()) * 1000))
+def _seeds(space: Space, keys: list[bytes], chosen: Indices) -> U64:
+    """What a value's checksum starts from: its key and whose it is, so that a right value under a wrong key is wrong."""
+    said = messages.encode([space.namespace, space.domain, space.fingerprint])
+    own = int.from_bytes(hashlib.blake2b(said, digest_size=8, person=b"kvferry sums").digest(), "little")
+    return routing.digests(_picked(keys, chosen)) ^ np.uint64(own)
 
 
 def _picked(keys: list[bytes], chosen: Indices) -> list[bytes]:

@@ -111,6 +111,7 @@ class Opened(msgspec.Struct, array_like=True, tag=64):
     space: int
     node_id: int
     capacity_bytes: int
+    beyond_host: bool = False  # processes of other hosts may load what is saved here
 
 
 class Flags(msgspec.Struct, array_like=True, tag=65):

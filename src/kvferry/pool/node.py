@@ -207,7 +207,7 @@ class PoolNode:
             if number is None:
                 number = self._opened[key] = len(self._spaces)
                 self._spaces.append(space)
-        return messages.Opened(number, self._node.node_id, self._capacity)
+        return messages.Opened(number, self._node.node_id, self._capacity, not self.address.startswith("unix:"))
 
     def _exists(self, request: messages.Exists, call: Any) -> msgspec.Struct:
         flags = self._store.exists(self._space(request.space), request.keys, time.monotonic())

@@ -62,6 +62,7 @@ class Peer:
         self._late = 0.0
         self.same_host: bool | None = None  # what the last link said; None: there was none
         self.why_not = ""  # it could not be reached the last time
+        self.beyond_host = False  # processes of other hosts may be its clients
 
     @property
     def link(self) -> "Link | None":
@@ -153,7 +154,7 @@ class Peer:
                 until,
                 link,
             )
-            number = opened.space
+            number, self.beyond_host = opened.space, opened.beyond_host
             with self._lock:
                 if link is self._link:
                     self._spaces[space] = number

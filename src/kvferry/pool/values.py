@@ -1,6 +1,6 @@
 """Where the values of one batch lie in this process: their segments as flat arrays, whatever the caller gave.
 
-A value is its segments in order, one behind the other. Knows no nodes; touches no byte.
+A value is its segments in order, one behind the other. Knows no nodes.
 """
 
 from collections.abc import Sequence
@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvferry import _core
 from kvferry.arrays import Memory, recognise
 from kvferry.errors import InvalidArgument
 from kvferry.options import LARGEST, shown
@@ -53,12 +54,22 @@ class Values:
         """The moves of the ``chosen`` values from, or to, what begins at ``offsets`` (one for each) of a segment."""
         if len(self.sizes) == len(self.totals):  # a segment each
             return _spans(self.addresses[chosen], offsets, self.sizes[chosen], to_node)
-        counts = self.first[chosen + 1] - self.first[chosen]
-        total = int(counts.sum())
-        ends = np.cumsum(counts)
-        at = np.arange(total, dtype=np.int64) + np.repeat(self.first[chosen] - (ends - counts), counts)
+        at, counts = self._segments(chosen)
         there = self.into[at] + np.repeat(offsets, counts)
         return _spans(self.addresses[at], there, self.sizes[at], to_node)
+
+    def checksums(self, chosen: npt.NDArray[np.int64], seeds: U64) -> U64:
+        """Of the ``chosen`` values as they lie here now, with a seed each: only after they have been moved, which has looked
+        whether their memory is there."""
+        at, counts = self._segments(chosen)
+        return np.frombuffer(_core.checksums(self.addresses[at], self.sizes[at], counts, seeds), np.uint64)
+
+    def _segments(self, chosen: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """The numbers of the ``chosen`` values' segments, and how many each value has."""
+        counts = self.first[chosen + 1] - self.first[chosen]
+        ends = np.cumsum(counts)
+        at = np.arange(int(counts.sum()), dtype=np.int64) + np.repeat(self.first[chosen] - (ends - counts), counts)
+        return at, counts
 
 
 def _spans(here: U64, there: U64, sizes: U64, to_node: bool) -> Spans:

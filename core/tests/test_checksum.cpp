@@ -1,0 +1,115 @@
+#include <algorithm>
+#include <random>
+#include <set>
+#include <vector>
+
+#include "../checksum.hpp"
+#include "check.hpp"
+
+using namespace kvferry;
+
+using Bytes = std::vector<std::uint8_t>;
+
+static std::uint64_t whole(const Bytes& data, std::uint64_t seed = 0) {
+  Checksum checksum(seed);
+  checksum.add(data.data(), data.size());
+  return checksum.end();
+}
+
+static Bytes random_bytes(std::size_t count, unsigned seed) {
+  std::mt19937 random(seed);
+  Bytes data(count);
+  for (auto& byte : data) byte = static_cast<std::uint8_t>(random());
+  return data;
+}
+
+// The formula as docs/pool.md says it, a word at a time.
+static std::uint64_t by_the_book(Bytes data, std::uint64_t seed) {
+  const auto mix = [](std::uint64_t x) {
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9;
+    x = (x ^ x >> 27) * 0x94D049BB133111EB;
+    return x ^ x >> 31;
+  };
+  std::uint64_t all = mix(seed ^ data.size()), lanes[8];
+  for (std::uint64_t i = 0; i < 8; ++i) lanes[i] = mix(seed + (i + 1) * 0x9E3779B97F4A7C15);
+  while (data.size() % 64 != 0) data.push_back(0);
+  for (std::size_t at = 0; at < data.size(); at += 8) {
+    std::uint64_t word = 0;
+    for (std::size_t i = 0; i < 8; ++i) word |= std::uint64_t{data[at + i]} << 8 * i;
+    auto& lane = lanes[at / 8 % 8];
+    lane ^= word;
+    lane ^= lane >> 32;
+    lane += (lane & 0xFFFFFFFF) * 0x9E3779B6;
+  }
+  for (const auto lane : lanes) all = mix(all ^ lane);
+  return all == 0 ? 1 : all;
+}
+
+static void the_test_vectors_of_the_document_come_out() {
+  Bytes counting(1000);
+  for (std::size_t i = 0; i < counting.size(); ++i) counting[i] = static_cast<std::uint8_t>(i % 251);
+  CHECK(whole({}) == 0xE77312F1304D8647);
+  CHECK(whole({'a', 'b', 'c'}) == 0x9C23EFCB56049F7C);
+  CHECK(whole(counting) == 0x1DFCB7FDA1A7625C);
+  CHECK(whole(counting, 0xFEDCBA9876543210) == 0x05F2193683EE5F4D);
+}
+
+static void every_length_follows_the_formula() {
+  for (std::size_t length = 0; length <= 200; ++length) {
+    const auto data = random_bytes(length, static_cast<unsigned>(length));
+    CHECK(whole(data) == by_the_book(data, 0));
+    CHECK(whole(data, length) == by_the_book(data, length));
+  }
+  const auto large = random_bytes((1 << 20) + 13, 1);
+  CHECK(whole(large, 5) == by_the_book(large, 5));
+}
+
+static void cuts_make_no_difference() {
+  std::mt19937 random(7);
+  for (int round = 0; round < 2000; ++round) {
+    const auto data = random_bytes(random() % 400, random());
+    Checksum checksum(round);
+    for (std::size_t at = 0; at < data.size();) {
+      const std::size_t next = std::min<std::size_t>(data.size() - at, random() % 90);
+      const Bytes alone(data.begin() + static_cast<std::ptrdiff_t>(at), data.begin() + static_cast<std::ptrdiff_t>(at + next));
+      checksum.add(alone.data(), alone.size());  // where a byte too many would be seen by the sanitizer
+      at += next;
+    }
+    CHECK(checksum.end() == whole(data, round));
+  }
+}
+
+static void every_bit_counts() {
+  for (const std::size_t length : {1, 7, 8, 64, 65, 200}) {
+    auto data = random_bytes(length, 3);
+    std::set<std::uint64_t> seen{whole(data)};
+    for (std::size_t bit = 0; bit < 8 * length; ++bit) {
+      data[bit / 8] ^= static_cast<std::uint8_t>(1 << bit % 8);
+      CHECK(seen.insert(whole(data)).second);
+      data[bit / 8] ^= static_cast<std::uint8_t>(1 << bit % 8);
+    }
+  }
+}
+
+static void length_order_and_seed_count() {
+  std::set<std::uint64_t> seen;
+  for (std::size_t length = 0; length <= 200; ++length) CHECK(seen.insert(whole(Bytes(length))).second);
+  for (std::uint64_t seed = 1; seed < 200; ++seed) CHECK(seen.insert(whole(Bytes(64), seed)).second);
+  auto data = random_bytes(512, 9);  // any two words change places
+  CHECK(seen.insert(whole(data)).second);
+  for (std::size_t a = 0; a < 512; a += 8)
+    for (std::size_t b = a + 8; b < 512; b += 8) {
+      auto changed = data;
+      std::swap_ranges(&changed[a], &changed[a] + 8, &changed[b]);
+      CHECK(seen.insert(whole(changed)).second);
+    }
+}
+
+int main() {
+  the_test_vectors_of_the_document_come_out();
+  every_length_follows_the_formula();
+  cuts_make_no_difference();
+  every_bit_counts();
+  length_order_and_seed_count();
+  return TEST_RESULT();
+}

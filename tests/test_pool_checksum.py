@@ -1,0 +1,216 @@
+"""Checksums of values in the pool: the formula, and that nothing wrong is served where they are on."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kvferry
+from kvferry import _core
+from kvferry.errors import DeadlineExceeded
+from kvferry.pool import moving
+from kvferry.pool.values import of_buffers
+from pool_support import NodeProcess, block_bytes_of, names
+
+pytestmark = pytest.mark.quick("formula", "corrupted", "same_host")
+
+DOCUMENT = Path(__file__).parents[1] / "docs" / "pool.md"
+SIZE = 8 << 10
+M = 2**64 - 1
+
+
+def mix(x: int) -> int:
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & M
+    x = (x ^ x >> 27) * 0x94D049BB133111EB & M
+    return x ^ x >> 31
+
+
+def by_the_book(data: bytes, seed: int) -> int:
+    lanes = [mix((seed + (i + 1) * 0x9E3779B97F4A7C15) & M) for i in range(8)]
+    padded = data + bytes(-len(data) % 64)
+    for number, at in enumerate(range(0, len(padded), 8)):
+        x = lanes[number % 8] ^ int.from_bytes(padded[at : at + 8], "little")
+        x ^= x >> 32
+        lanes[number % 8] = x + (x & 0xFFFFFFFF) * 0x9E3779B6 & M
+    found = mix(seed ^ len(data))
+    for lane in lanes:
+        found = mix(found ^ lane)
+    return found or 1
+
+
+def checksum(parts: list[bytes], seed: int = 0) -> int:
+    memory = np.frombuffer(b"".join(parts) + b"\0", np.uint8)
+    sizes = np.array([len(part) for part in parts], np.uint64)
+    addresses = (memory.ctypes.data + np.cumsum(sizes) - sizes).astype(np.uint64)
+    found = _core.checksums(addresses, sizes, np.array([len(parts)]), np.array([seed], np.uint64))
+    return int.from_bytes(found, "little")
+
+
+def test_the_formula_gives_what_another_program_gives() -> None:
+    data = np.random.default_rng(1).bytes(5000)
+    for length in [*range(200), 4096, 5000]:
+        assert checksum([data[:length]], length) == by_the_book(data[:length], length)
+    for cuts in ([1, 2], [63, 64, 65], [7, 1000, 1000, 4999]):
+        parts = [data[a:b] for a, b in zip([0, *cuts], [*cuts, 5000], strict=True)]
+        assert checksum(parts) == by_the_book(data, 0)
+
+
+def test_the_formula_gives_the_documents_test_vectors() -> None:
+    bytes_of = {"": b"", '`b"abc"`': b"abc", "`i % 251` for 1000 bytes `i`": bytes(i % 251 for i in range(1000))}
+    rows = re.findall(r"^\| *(.*?) *\| `0x([0-9a-f]+)` \| `([0-9a-f]{16})` \|$", DOCUMENT.read_text(), re.M)
+    assert len(rows) == 4
+    for what, seed, expected in rows:
+        assert f"{checksum([bytes_of[what]], int(seed, 16)):016x}" == expected
+
+
+def test_arrays_that_do_not_go_together_are_refused() -> None:
+    one, none = np.ones(1, np.uint64), np.zeros(0, np.uint64)
+    for sizes, counts, seeds in (
+        (none, [1], one),
+        (one, [2], one),
+        (one, [1], none),
+        (one, [-1], one),
+        (one, [0], one),
+    ):
+        with pytest.raises(kvferry.InvalidArgument):
+            _core.checksums(one, sizes, np.array(counts), seeds)
+
+
+# --- the pool ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["unix", "tcp"])
+def node(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[NodeProcess]:
+    node = NodeProcess(f"unix:{tmp_path}/pool.sock" if request.param == "unix" else "127.0.0.1:0")
+    yield node
+    node.stop()
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Iterator[NodeProcess]:
+    node = NodeProcess(f"unix:{tmp_path}/own.sock")
+    yield node
+    node.stop()
+
+
+def spoil(node: NodeProcess, value: bytes) -> None:
+    """Flips one bit of ``value`` in the memory of the node, wherever it lies."""
+    spoiled = 0
+    with open(f"/proc/{node.pid}/mem", "r+b", buffering=0) as memory:
+        for line in Path(f"/proc/{node.pid}/maps").read_text().splitlines():
+            if "memfd:" not in line or " rw-s " not in line:
+                continue
+            first, last = (int(word, 16) for word in line.split()[0].split("-"))
+            memory.seek(first)
+            found = memory.read(last - first).find(value)
+            if found >= 0:
+                memory.seek(first + found + len(value) // 2)
+                memory.write(bytes([value[len(value) // 2] ^ 16]))
+                spoiled += 1
+    assert spoiled == 1
+
+
+@pytest.mark.parametrize("transports", [("map", "cma", "socket"), ("socket",)], ids=["map", "socket"])
+def test_a_value_that_was_corrupted_is_a_miss_once_and_is_gone(
+    node: NodeProcess, transports: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(moving, "PIECE_BYTES", 3 * SIZE)  # several pieces, also here
+    values, into, keys = block_bytes_of(1, 10, SIZE), np.zeros((10, SIZE), np.uint8), names(10)
+    with kvferry.Pool.connect(node.address, checksum="always", transports=transports) as pool:
+        assert pool.save(keys, buffers=list(values)).outcomes == ["saved"] * 10
+        halves: Any = [[row[:100], row[100:]] for row in into]  # cut otherwise than it was saved
+        loaded = pool.load(keys, buffers=halves)
+        assert loaded.prefix == 10 and loaded.size_bytes == 10 * SIZE
+        assert np.array_equal(into, values)
+
+        spoil(node, values[4].tobytes())
+        into[:] = 0
+        loaded = pool.load(keys, buffers=list(into))
+        assert loaded.outcomes == ["hit"] * 4 + ["corrupted"] + ["hit"] * 5
+        assert loaded.prefix == 4 and loaded.size_bytes == 9 * SIZE
+        assert np.array_equal(np.delete(into, 4, 0), np.delete(values, 4, 0))
+        assert pool.statistics()["corrupted"] == 1
+
+        assert pool.load(keys, buffers=list(into)).outcomes[4] == "removed"
+        assert pool.save(keys, buffers=list(values)).outcomes == ["present"] * 4 + ["saved"] + ["present"] * 5
+        assert pool.load(keys, buffers=list(into)).prefix == 10
+        assert np.array_equal(into, values)
+
+
+def test_on_the_same_host_nothing_is_verified_unless_asked_for(own: NodeProcess) -> None:
+    values, into, keys = block_bytes_of(2, 3, SIZE), np.zeros((3, SIZE), np.uint8), names(3)
+    with (
+        kvferry.Pool.connect(own.address) as auto,
+        kvferry.Pool.connect(own.address, checksum="always") as always,
+        kvferry.Pool.connect(own.address, checksum="never") as never,
+    ):
+        auto.save(keys[:1], buffers=list(values[:1]))
+        never.save(keys[1:2], buffers=list(values[1:2]))
+        always.save(keys[2:], buffers=list(values[2:]))
+        for value in values:
+            spoil(own, value.tobytes())
+        for pool in (auto, never):
+            assert pool.load(keys, buffers=list(into)).prefix == 3
+        assert always.load(keys, buffers=list(into)).outcomes == ["hit", "hit", "corrupted"]
+
+
+def test_what_other_hosts_may_load_is_saved_with_a_checksum() -> None:
+    node = NodeProcess("127.0.0.1:0")
+    values, into, keys = block_bytes_of(3, 2, SIZE), np.zeros((2, SIZE), np.uint8), names(2)
+    try:
+        with kvferry.Pool.connect(node.address) as near, kvferry.Pool.connect(node.address) as far:
+            assert near.save(keys, buffers=list(values)).prefix == 2
+            spoil(node, values[1].tobytes())
+            (peer,) = far._awake()
+            assert peer.same_host
+            peer.same_host = False  # as over a link to another host
+            assert far.load(keys, buffers=list(into)).outcomes == ["hit", "corrupted"]
+    finally:
+        node.stop()
+
+
+def test_a_right_value_under_a_wrong_key_is_corrupted() -> None:
+    values, into, keys = block_bytes_of(4, 3, SIZE), np.zeros((3, SIZE), np.uint8), names(3)
+    with kvferry.Pool.private(32 << 20, checksum="always") as pool:
+        assert pool.save(keys, buffers=list(values)).prefix == 3
+        (space,) = pool._keep._node._spaces
+        first, second = (space.entries[key] for key in keys[:2])
+        (first.slab, first.index), (second.slab, second.index) = (second.slab, second.index), (first.slab, first.index)
+        assert pool.load(keys, buffers=list(into)).outcomes == ["corrupted", "corrupted", "hit"]
+
+
+def test_checksum_is_one_of_three_words() -> None:
+    with pytest.raises(kvferry.InvalidArgument, match="'auto', 'always', 'never'"):
+        kvferry.Pool.private(1 << 20, checksum="sometimes")
+
+
+class Begun:
+    def __init__(self, ends: list[str], fails: bool) -> None:
+        self.ends, self.fails = ends, fails
+
+    def wait(self, timeout_ms: int) -> None:
+        self.ends.append("waited for")
+        if self.fails:
+            raise DeadlineExceeded("too late")
+
+    def cancel(self) -> bool:
+        self.ends.append("cancelled")
+        return False
+
+
+def test_a_piece_that_fails_ends_the_move_with_nothing_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(moving, "PIECE_BYTES", SIZE)
+    memory, ends, begun = np.zeros((4, SIZE), np.uint8), [], []
+
+    def begin(moves: object, left_ms: int) -> Any:
+        begun.append(moves)
+        return Begun(ends, fails=len(begun) == 2)
+
+    way = moving.Way(False, lambda moves, left_ms: None, begin)
+    values = of_buffers(list(memory), 4)
+    every, zeros = np.arange(4), np.zeros(4, np.uint64)
+    assert moving.moved(way, values, every, zeros, 1e12, zeros)[0] == "timeout"
+    assert len(begun) == 2 and ends == ["waited for", "waited for", "cancelled"]
