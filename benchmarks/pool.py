@@ -37,6 +37,8 @@ REACH = {  # of memcpy by map and cma, of one raw socket by socket
     ("map", "save", "256x512KiB"): 0.85,
     ("map", "load", "1024x32KiB"): 0.65,
     ("map", "save", "1024x32KiB"): 0.55,
+    ("map", "load", "256x512KiB-checksum"): 0.65,
+    ("map", "save", "256x512KiB-checksum"): 0.65,
     ("socket", "load", "256x512KiB"): 0.90,
     ("socket", "save", "256x512KiB"): 0.75,
     ("socket", "load", "1024x32KiB"): 0.90,
@@ -95,7 +97,8 @@ class Batch:
 
 
 def moved(bench: Bench, verb: str, shape: str, transport: str) -> Iterator[Row]:
-    count, size = SHAPES[shape]
+    plain, _, verified = shape.partition("-")
+    count, size = SHAPES[plain]
     total = count * size
     batch = Batch.of(count, size)
     into = np.empty_like(batch.memory)
@@ -106,7 +109,7 @@ def moved(bench: Bench, verb: str, shape: str, transport: str) -> Iterator[Row]:
     with (
         Pair(bench.setup(work, "map" if limit == "memcpy" else "socket")) as pair,
         Node("1GiB") as node,
-        kvferry.Pool.connect(node.address, transports=way) as pool,
+        kvferry.Pool.connect(node.address, transports=way, checksum="always" if verified else "auto") as pool,
     ):
 
         def save() -> Value:
