@@ -1,7 +1,7 @@
 """Checksums of values in the pool: the formula, and that nothing wrong is served where they are on."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from kvferry import _core
 from kvferry.errors import DeadlineExceeded
 from kvferry.pool import moving
 from kvferry.pool.values import of_buffers
+from namespace_support import Inside, network
 from pool_support import NodeProcess, block_bytes_of, names
 
 pytestmark = pytest.mark.quick("formula", "corrupted", "same_host")
@@ -96,11 +97,11 @@ def own(tmp_path: Path) -> Iterator[NodeProcess]:
     node.stop()
 
 
-def spoil(node: NodeProcess, value: bytes) -> None:
-    """Flips one bit of ``value`` in the memory of the node, wherever it lies."""
+def spoil(pid: int, value: bytes) -> None:
+    """Flips one bit of ``value`` in the memory of a node, wherever it lies."""
     spoiled = 0
-    with open(f"/proc/{node.pid}/mem", "r+b", buffering=0) as memory:
-        for line in Path(f"/proc/{node.pid}/maps").read_text().splitlines():
+    with open(f"/proc/{pid}/mem", "r+b", buffering=0) as memory:
+        for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
             if "memfd:" not in line or " rw-s " not in line:
                 continue
             first, last = (int(word, 16) for word in line.split()[0].split("-"))
@@ -126,7 +127,7 @@ def test_a_value_that_was_corrupted_is_a_miss_once_and_is_gone(
         assert loaded.prefix == 10 and loaded.size_bytes == 10 * SIZE
         assert np.array_equal(into, values)
 
-        spoil(node, values[4].tobytes())
+        spoil(node.pid, values[4].tobytes())
         into[:] = 0
         loaded = pool.load(keys, buffers=list(into))
         assert loaded.outcomes == ["hit"] * 4 + ["corrupted"] + ["hit"] * 5
@@ -151,7 +152,7 @@ def test_on_the_same_host_nothing_is_verified_unless_asked_for(own: NodeProcess)
         never.save(keys[1:2], buffers=list(values[1:2]))
         always.save(keys[2:], buffers=list(values[2:]))
         for value in values:
-            spoil(own, value.tobytes())
+            spoil(own.pid, value.tobytes())
         for pool in (auto, never):
             assert pool.load(keys, buffers=list(into)).prefix == 3
         assert always.load(keys, buffers=list(into)).outcomes == ["hit", "hit", "corrupted"]
@@ -163,13 +164,35 @@ def test_what_other_hosts_may_load_is_saved_with_a_checksum() -> None:
     try:
         with kvferry.Pool.connect(node.address) as near, kvferry.Pool.connect(node.address) as far:
             assert near.save(keys, buffers=list(values)).prefix == 2
-            spoil(node, values[1].tobytes())
+            spoil(node.pid, values[1].tobytes())
             (peer,) = far._awake()
             assert peer.same_host
             peer.same_host = False  # as over a link to another host
             assert far.load(keys, buffers=list(into)).outcomes == ["hit", "corrupted"]
     finally:
         node.stop()
+
+
+HOST = """
+import os, sys
+from kvferry.pool.node import PoolNode
+node = PoolNode(sys.argv[1], 32 << 20)
+print(os.getpid(), node.address, flush=True)
+node.run()
+"""
+
+
+@pytest.mark.slow
+def test_what_crosses_from_host_to_host_is_verified_unless_told_otherwise(insides: Callable[..., Inside]) -> None:
+    values, into, keys = block_bytes_of(5, 3, SIZE), np.zeros((3, SIZE), np.uint8), names(3)
+    with network(insides, HOST, 1) as hosts:
+        pid, address = hosts[0].line().split()
+        with kvferry.Pool.connect(address) as pool, kvferry.Pool.connect(address, checksum="never") as never:
+            assert pool.save(keys, buffers=list(values)).prefix == 3
+            spoil(int(pid), values[1].tobytes())
+            assert never.load(keys, buffers=list(into)).prefix == 3
+            assert pool.load(keys, buffers=list(into)).outcomes == ["hit", "corrupted", "hit"]
+            assert np.array_equal(into[[0, 2]], values[[0, 2]])
 
 
 def test_a_right_value_under_a_wrong_key_is_corrupted() -> None:
