@@ -11,7 +11,7 @@ import pytest
 
 OUTER, INNER = "10.213.77.1", "10.213.77.2"  # the two ends of a cable
 _NAME = f"kvf{os.getpid() % 100000}"
-_OUTER_DEVICE, _INNER_DEVICE = f"{_NAME}a", f"{_NAME}b"
+OUTER_DEVICE, _INNER_DEVICE = f"{_NAME}a", f"{_NAME}b"
 AWAIT_CABLE = (
     f"until ip link show {_INNER_DEVICE} >/dev/null 2>&1; do sleep 0.05; done && "
     f"ip addr add {INNER}/30 dev {_INNER_DEVICE} && ip link set {_INNER_DEVICE} up && ip link set lo up"
@@ -54,18 +54,18 @@ def cable(inside: Inside) -> Iterator[None]:
     """Between `OUTER` here and `INNER` there, for a process that has waited for it with `AWAIT_CABLE`."""
     try:
         made = subprocess.run(
-            f"ip link add {_OUTER_DEVICE} type veth peer name {_INNER_DEVICE} netns {_child_of(inside.process.pid)}".split(),
+            f"ip link add {OUTER_DEVICE} type veth peer name {_INNER_DEVICE} netns {_child_of(inside.process.pid)}".split(),
             capture_output=True,
             text=True,
             check=False,
         )
         if made.returncode:
             pytest.skip(f"no pair of network devices can be made here: {made.stderr.strip()}")
-        subprocess.run(["ip", "addr", "add", f"{OUTER}/30", "dev", _OUTER_DEVICE], check=True)
-        subprocess.run(["ip", "link", "set", _OUTER_DEVICE, "up"], check=True)
+        subprocess.run(["ip", "addr", "add", f"{OUTER}/30", "dev", OUTER_DEVICE], check=True)
+        subprocess.run(["ip", "link", "set", OUTER_DEVICE, "up"], check=True)
         yield
     finally:
-        subprocess.run(["ip", "link", "del", _OUTER_DEVICE], capture_output=True, check=False)
+        subprocess.run(["ip", "link", "del", OUTER_DEVICE], capture_output=True, check=False)
 
 
 def _child_of(pid: int) -> int:

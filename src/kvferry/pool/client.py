@@ -25,7 +25,7 @@ from kvferry.options import checked_timeout, one_of, shown, text, truth, whole
 from kvferry.pool import embedded, messages, places, routing
 from kvferry.pool import keys as key_rules
 from kvferry.pool.membership import Member, Membership, StaticMembership
-from kvferry.pool.messages import code_of
+from kvferry.pool.messages import LONGEST_KEY, code_of
 from kvferry.pool.moving import moved, moves_of, ms_left, pulling, pushing
 from kvferry.pool.outcome import SUCCESSES, Codes, Outcome
 from kvferry.pool.peer import Peer, Space, Unreachable
@@ -34,7 +34,6 @@ from kvferry.pool.workers import Future, Workers
 
 __all__ = ["Pool"]
 
-LONGEST_KEY = 255
 THREADS = 8
 BESIDE = 64  # those that wait for nodes that stand still must leave some for the others
 TRANSPORTS = ("map", "cma", "socket")

@@ -8,9 +8,22 @@ from typing import TypeAlias
 
 import msgspec
 
-__all__ = ["VERSION", "WORDS", "Answer", "Request", "code_of", "decode_answer", "decode_request", "encode"]
+__all__ = [
+    "LONGEST_KEY",
+    "MOST_KEYS",
+    "VERSION",
+    "WORDS",
+    "Answer",
+    "Request",
+    "code_of",
+    "decode_answer",
+    "decode_request",
+    "encode",
+]
 
 VERSION = 1  # of these messages; a client and a node of different versions do not talk
+LONGEST_KEY = 255  # bytes
+MOST_KEYS = 1 << 16  # of one request: all others wait while a node answers it
 
 # What became of one key, as a byte. The first two are successes of a load, and of a save.
 WORDS = (

@@ -88,6 +88,7 @@ class PoolNode:
         self._capacity = capacity
         self._spaces: list[Space] = []
         self._opened: dict[tuple[str, bytes, bytes], int] = {}
+        self._opened_by: dict[int, set[int]] = {}  # link -> the spaces that it may name
         self._held: dict[int, _Held] = {}
         self._numbers: dict[int, int] = {}  # id() of what the store holds -> its number here
         self._last = 0
@@ -162,12 +163,16 @@ class PoolNode:
 
     def _handle(self, call: Any) -> None:
         if isinstance(call, _core.LinkDown):
+            self._opened_by.pop(call.link_id, None)
             for held in self._store.end_owner(call.link_id):
                 self._end(self._numbers.get(id(held), 0))
             return
         self._asked = time.monotonic()
         try:
             request = messages.decode_request(call.payload)
+            keys: Sequence[bytes] = getattr(request, "keys", ())
+            if len(keys) > messages.MOST_KEYS:
+                raise InvalidArgument(f"a request of {len(keys)} keys: {messages.MOST_KEYS} at most")
             answer = self._answers[type(request)](request, call)
         except (msgspec.DecodeError, InvalidArgument, IndexError, ValueError) as error:
             answer = messages.Failure("invalid", str(error))
@@ -207,10 +212,11 @@ class PoolNode:
             if number is None:
                 number = self._opened[key] = len(self._spaces)
                 self._spaces.append(space)
+        self._opened_by.setdefault(call.link_id, set()).add(number)
         return messages.Opened(number, self._node.node_id, self._capacity, not self.address.startswith("unix:"))
 
     def _exists(self, request: messages.Exists, call: Any) -> msgspec.Struct:
-        flags = self._store.exists(self._space(request.space), request.keys, time.monotonic())
+        flags = self._store.exists(self._space(request.space, call), request.keys, time.monotonic())
         return messages.Flags(flags.translate(_FOUND))
 
     def _lookup(self, request: messages.Lookup, call: Any) -> msgspec.Struct:
@@ -219,7 +225,7 @@ class PoolNode:
         sizes = np.frombuffer(request.sizes, np.uint64).tolist()
         _same_length(request.keys, sizes)
         lease = self._store.lookup(
-            self._space(request.space),
+            self._space(request.space, call),
             request.keys,
             sizes=sizes,
             owner=call.link_id,
@@ -253,8 +259,13 @@ class PoolNode:
         now = time.monotonic()
         sizes = np.frombuffer(request.sizes, np.uint64).tolist()
         _same_length(request.keys, sizes)
+        lengths = list(map(len, request.keys))
+        if lengths and not 0 < min(lengths) <= max(lengths) <= messages.LONGEST_KEY:
+            raise InvalidArgument(f"keys have 1 to {messages.LONGEST_KEY} bytes")
+        if request.ttl_ms is not None and request.ttl_ms < 1:
+            raise InvalidArgument("a value stays for at least a millisecond")
         saving = self._store.reserve(
-            self._space(request.space),
+            self._space(request.space, call),
             request.keys,
             sizes,
             parents=CHAIN if request.chain else None,
@@ -297,10 +308,10 @@ class PoolNode:
         return messages.Flags(codes)
 
     def _remove(self, request: messages.Remove, call: Any) -> msgspec.Struct:
-        return messages.Count(self._store.remove(self._space(request.space), request.keys))
+        return messages.Count(self._store.remove(self._space(request.space, call), request.keys))
 
     def _clear(self, request: messages.Clear, call: Any) -> msgspec.Struct:
-        return messages.Count(self._store.clear(self._space(request.space).namespace.name))
+        return messages.Count(self._store.clear(self._space(request.space, call).namespace.name))
 
     def _status(self, request: messages.Status, call: Any) -> msgspec.Struct:
         seen = self._store.statistics()
@@ -412,9 +423,10 @@ class PoolNode:
     def _drop_segment(self, number: int) -> None:
         self._node.unregister(self._segments.pop(number))
 
-    def _space(self, number: int) -> Space:
-        if not 0 <= number < len(self._spaces):
-            raise _UnknownSpace(f"this node has opened no space {number}")
+    def _space(self, number: int, call: Any) -> Space:
+        """:raises _UnknownSpace: not opened over this link, whose client may not know its secret."""
+        if number not in self._opened_by.get(call.link_id, ()):
+            raise _UnknownSpace(f"no space {number} was opened over this link")
         return self._spaces[number]
 
 
