@@ -1,21 +1,25 @@
-"""The lines that the README shows are run as they stand, by two processes.
+"""The lines that the README shows are run as they stand, by two processes at once, and by two that use a pool in turns.
 
 A fenced ``python`` block is run if the line before it is one of these comments, which a reader of the page does not see:
 
     <!-- run: prefill -->          a program: process P
     <!-- run: decode -->           a program: process D
     <!-- run: decode, inside -->   lines that stand inside D's last ``with``
+    <!-- run: pool -->             lines of a coroutine, in each process that uses the pool
 
-Both find ``kv``, ``prompt``, ``x`` and ``model`` ready, as the page says they would be. The port on the page is replaced
-by a free one.
+All find ``kv``, ``model`` and what else the page says ready. The port on the page is replaced by a free one, the deadline of
+the pool's load by one for a busy machine, and KVFERRY_POOL names a node of the test's own.
 """
 
+import os
 import re
 import socket
 import subprocess
 import sys
 from pathlib import Path
 from textwrap import indent
+
+from pool_support import NodeProcess
 
 README = Path(__file__).resolve().parent.parent / "README.md"
 BLOCK = re.compile(r"<!-- run: (?P<where>[a-z, ]+) -->\s*```python\n(?P<text>.*?)```", re.DOTALL)
@@ -50,6 +54,37 @@ class Model:
 
 model = Model()
 """
+# The same for the lines about the pool, in a prompt of so many full blocks as the argument says.
+POOL_GIVEN = """
+import asyncio
+import sys
+import kvferry
+import numpy
+
+count = int(sys.argv[1])
+kv = [numpy.zeros((100, 16, 2, 4), numpy.float32) for _ in range(4)]
+table = list(range(99, 99 - count, -1))
+token_ids = list(range(16 * count))
+
+
+class Model:
+    def prefill(self, tokens, kv):
+        for token in tokens:
+            for number, tensor in enumerate(kv):
+                tensor[table[token // 16], token % 16] = 1 + number + 4 * token
+
+
+model = Model()
+
+
+async def request():
+"""
+POOL_CHECKS = """
+asyncio.run(request())
+for number, tensor in enumerate(kv):
+    found = tensor[table].reshape(len(token_ids), -1)
+    assert (found == 1 + number + 4 * numpy.array(token_ids)[:, None]).all(), "every block is loaded or computed"
+"""
 CHECKS = """
 assert (kv[3][2] == 4).all() and (kv[0][3] == 1).all(), "the blocks that the page pulls"
 """
@@ -68,19 +103,20 @@ def programs() -> dict[str, str]:
     return {where: "".join(texts) for where, texts in found.items()}
 
 
-def start(program: str) -> "subprocess.Popen[str]":
+def start(program: str, *arguments: str, **environment: str) -> "subprocess.Popen[str]":
     return subprocess.Popen(
-        [sys.executable, "-c", program],
+        [sys.executable, "-c", program, *arguments],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        env={**os.environ, **environment},
     )
 
 
 def test_the_lines_of_the_readme_run_as_they_stand() -> None:
     run = programs()
-    assert set(run) == {"prefill", "decode"}, "README.md marks what is to be run; see this test's first lines"
+    assert set(run) == {"prefill", "decode", "pool"}, "README.md marks what is to be run; see this test's first lines"
     with start(GIVEN + run["prefill"]) as prefill:
         try:
             assert prefill.stdout is not None
@@ -93,3 +129,21 @@ def test_the_lines_of_the_readme_run_as_they_stand() -> None:
             assert (prefill.returncode, complaints) == (0, "")
         finally:
             prefill.kill()
+
+
+def test_the_lines_about_the_pool_find_what_an_ended_process_has_saved(tmp_path: Path) -> None:
+    """The second process hits what the page's comment says that it would."""
+    lines = programs()["pool"]
+    said = re.search(r"# (Counter\(.*\))$", lines, re.MULTILINE)
+    assert said is not None
+    assert "timeout_ms=200" in lines
+    program = POOL_GIVEN + indent(lines.replace("timeout_ms=200", "timeout_ms=20_000"), "    ") + POOL_CHECKS
+    node = NodeProcess(f"unix:{tmp_path}/pool.sock")
+    try:
+        for blocks, expected in ((90, "0 90 Counter({'never_saved': 90})"), (93, f"90 93 {said[1]}")):
+            with start(program, str(blocks), KVFERRY_POOL=node.address) as process:
+                shown, complaints = process.communicate(timeout=60)
+            assert (process.returncode, complaints) == (0, "")
+            assert shown.strip() == expected
+    finally:
+        assert node.stop() == 0
