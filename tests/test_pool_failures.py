@@ -542,6 +542,15 @@ def test_a_node_whose_memory_is_all_in_use_refuses_the_rest_and_keeps_what_there
         until(lambda: pool.save(names(16, "new"), buffers=rows_of(values[:16]), timeout_ms=5000).prefix == 16)
 
 
+def test_what_a_client_has_loaded_is_not_in_the_way_of_what_it_saves(nodes: Nodes) -> None:
+    """The end of a small lease is told with the next request, be it a save."""
+    with kvferry.Pool.connect(nodes("1MiB").address) as pool:
+        values = block_bytes_of(1, 16, 64 << 10)
+        assert pool.save(names(14), buffers=rows_of(values[:14])).prefix == 14
+        assert pool.load(names(14), buffers=rows_of(np.zeros_like(values[:14])), timeout_ms=30_000).prefix == 14
+        assert pool.save(names(16, "new"), buffers=rows_of(values), timeout_ms=5000).prefix == 16
+
+
 def test_a_node_in_a_small_cgroup_is_full_and_lives(nodes: Nodes) -> None:
     with memory_cgroup(160 * MIB) as group:
         node = nodes("2GiB", "--segment", "16MiB")
@@ -744,7 +753,7 @@ def a_request(chance: random.Random, taken: "list[int]") -> Any:
             messages.Exists(number(), keys),
             messages.Lookup(number(), keys, sizes, number(), [number() for _ in range(chance.randrange(3))]),
             messages.Release([*taken, number()]),
-            messages.Reserve(number(), keys, sizes, truth(), chance.choice([None, number()]), number(), truth()),
+            messages.Reserve(number(), keys, sizes, truth(), chance.choice([None, number()]), number(), truth(), []),
             messages.Commit(reservation, [number() for _ in range(chance.randrange(3))], chance.choice([b"", b"12345678", b"1"])),
             messages.Remove(number(), keys),
             messages.Status(),

@@ -609,6 +609,7 @@ class Pool:
             ttl,
             ms_left(batch.until),
             copy,
+            peer.released(link),
         )
         reserved = peer.ask(request, messages.Reserved, batch.until, link)
         codes = np.frombuffer(reserved.codes, np.uint8).copy()

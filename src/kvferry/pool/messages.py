@@ -82,7 +82,8 @@ class Release(msgspec.Struct, array_like=True, tag=4):
 
 
 class Reserve(msgspec.Struct, array_like=True, tag=5):
-    """Places for values that are about to come. ``chain``: each key continues the one before it."""
+    """Places for values that are about to come. ``chain``: each key continues the one before it. ``released``: earlier
+    leases, which would be in the way."""
 
     space: int
     keys: list[bytes]
@@ -91,6 +92,7 @@ class Reserve(msgspec.Struct, array_like=True, tag=5):
     ttl_ms: int | None
     left_ms: int
     copy: bool  # a copy of what another node owns: goes first
+    released: list[int]
 
 
 class Commit(msgspec.Struct, array_like=True, tag=6):

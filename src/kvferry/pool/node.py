@@ -257,6 +257,7 @@ class PoolNode:
 
     def _reserve(self, request: messages.Reserve, call: Any) -> msgspec.Struct:
         now = time.monotonic()
+        self._release_all(request.released, call)
         sizes = np.frombuffer(request.sizes, np.uint64).tolist()
         _same_length(request.keys, sizes)
         lengths = list(map(len, request.keys))
