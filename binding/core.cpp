@@ -12,6 +12,9 @@
 
 #include <unistd.h>
 
+#include <new>
+#include <stdexcept>
+
 #include "../core/checksum.hpp"
 #include "../core/copier.hpp"
 #include "../core/host.hpp"
@@ -114,21 +117,27 @@ Deadline deadline_of(std::int64_t timeout_ms) { return Deadline::after_ms(checke
 // Unit numbers from a list, a tuple, or an array of any integer type.
 std::vector<std::int64_t> units_of(nb::handle object) {
   std::vector<std::int64_t> units;
-  if (nb::isinstance<nb::list>(object) || nb::isinstance<nb::tuple>(object)) {
-    units.reserve(nb::len(object));
-    PyObject* sequence = object.ptr();
-    const bool is_list = PyList_Check(sequence);
-    const Py_ssize_t n = is_list ? PyList_GET_SIZE(sequence) : PyTuple_GET_SIZE(sequence);
+  PyObject* sequence = object.ptr();
+  if (const bool is_list = PyList_Check(sequence); is_list || PyTuple_Check(sequence)) {
+    const auto size = [&] { return is_list ? PyList_GET_SIZE(sequence) : PyTuple_GET_SIZE(sequence); };
+    const Py_ssize_t n = size();
+    const auto check_size = [&] {
+      if (size() != n)
+        throw Error(Kind::invalid_argument, sentence("the list of blocks, rows or layers was changed while it was read: it had ", n, " numbers and has ", size()));
+    };
+    units.reserve(static_cast<std::size_t>(n));
     for (Py_ssize_t i = 0; i < n; ++i) {
-      PyObject* item = is_list ? PyList_GET_ITEM(sequence, i) : PyTuple_GET_ITEM(sequence, i);
-      PyObject* index = PyBool_Check(item) ? nullptr : PyNumber_Index(item);
-      if (index == nullptr) refuse_unit(i, std::string("of type ") + Py_TYPE(item)->tp_name);
+      // What is no plain int is asked what it is, which may run any code: also such as changes this list, or drops the item.
+      check_size();
+      const auto item = nb::borrow(is_list ? PyList_GET_ITEM(sequence, i) : PyTuple_GET_ITEM(sequence, i));
+      const auto index = nb::steal(PyBool_Check(item.ptr()) ? nullptr : PyNumber_Index(item.ptr()));
+      if (!index.is_valid()) refuse_unit(i, std::string("of type ") + Py_TYPE(item.ptr())->tp_name);
       int overflow = 0;
-      const auto value = PyLong_AsLongLongAndOverflow(index, &overflow);
-      Py_DECREF(index);
+      const auto value = PyLong_AsLongLongAndOverflow(index.ptr(), &overflow);
       if (overflow != 0) refuse_unit(i, "far beyond 2**32 - 1");
       units.push_back(value);
     }
+    check_size();
     return units;
   }
   nb::object array = nb::module_::import_("numpy").attr("ascontiguousarray")(object, "dtype"_a = "int64");
@@ -416,6 +425,10 @@ NB_MODULE(_core, m) {
       std::rethrow_exception(pointer);
     } catch (const Error& error) {
       raise(error);
+    } catch (const std::bad_alloc&) {
+      raise(Error(Kind::out_of_memory, "this process has no memory left for what was asked for"));
+    } catch (const std::length_error&) {
+      raise(Error(Kind::out_of_memory, "more was asked for than can be addressed"));
     }
   });
 
@@ -468,7 +481,7 @@ NB_MODULE(_core, m) {
       .def_static("by_window", [](nb::bytes name) { return Target{Target::By::window, 0, 0, std::string(name.c_str(), name.size()), {}}; })
       .def_static("by_addresses", [](std::vector<std::uint64_t> addresses, std::uint64_t unit_bytes) {
         return Target{Target::By::addresses, 0, unit_bytes, {}, std::move(addresses)};
-      }, "addresses"_a, "unit_bytes"_a = 0)
+      }, "addresses"_a.noconvert(), "unit_bytes"_a = 0)  // nanobind walks a list in place: its items must not run code
       .def("__repr__", &Target::label);
 
   nb::class_<Moves>(m, "Moves")
@@ -733,7 +746,7 @@ NB_MODULE(_core, m) {
         for (const auto address : addresses) geometry.tensors.push_back({address, 0, 0});
         const auto kind_id = kind_by_name(kind);
         return registry.add(std::move(geometry), kind_id, keys_of(keys), reachable)->geometry.cache_id;
-      }, nb::kw_only(), "name"_a, "kind"_a, "layout"_a, "addresses"_a, "unit_bytes"_a, "stride_bytes"_a, "count"_a,
+      }, nb::kw_only(), "name"_a, "kind"_a, "layout"_a, "addresses"_a.noconvert(), "unit_bytes"_a, "stride_bytes"_a, "count"_a,
          "keys"_a = std::vector<std::optional<KeyTuple>>{}, "reachable"_a = true)
       .def("create_pool", [](PyNode& self, std::size_t size_bytes, unsigned page_shift, std::size_t segment_bytes) {
         self.node->registry().create_pool(size_bytes, page_shift, segment_bytes);

@@ -175,8 +175,9 @@ std::vector<Place> Pool::allocate_many(std::size_t count, std::size_t bytes) {
     for (const Place& place : places) release_locked(place);
   };
   try {
-    places.reserve(std::min(count, size_bytes_ / page_bytes_));
-    while (places.size() < count) {
+    const bool possible = count <= size_bytes_ / size;
+    if (possible) places.reserve(count);
+    while (possible && places.size() < count) {
       auto place = allocate_locked(size);
       if (!place) break;
       places.push_back(std::move(*place));

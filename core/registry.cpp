@@ -159,17 +159,18 @@ std::shared_ptr<Cache> Registry::allocate(std::string name, Layout layout, std::
   if (pool == nullptr) {
     throw Error(Kind::unsupported, sentence(geometry.label(), " cannot be allocated: this node has no pool (create one first)"));
   }
-  // Before a list of so many is made: each tensor takes a page of its own, and the smallest has 1 KiB.
+  // Each tensor takes a page of its own, and the smallest has 1 KiB.
   if (tensors > pool->size_bytes() / 1024) {
     throw Error(Kind::out_of_memory, sentence(tensors, " tensors do not fit into a pool of ", pool->size_bytes(), " bytes"));
   }
-  geometry.tensors.assign(tensors, TensorPlace{1, 1, 0});
+  geometry.tensors.assign(std::min(tensors, 1u), TensorPlace{1, 1, 0});
   geometry.check();  // all but the places
-  cache->places = pool->allocate_many(tensors, geometry.tensor_extent());
+  cache->places = pool->allocate_many(tensors, geometry.tensor_extent());  // before a list of so many is made: is there room?
   const auto give_back = [&] {
     for (const Place& place : cache->places) pool->release(place);
   };
   try {
+    geometry.tensors.resize(tensors);
     for (std::uint32_t i = 0; i < tensors; ++i) {
       const Place& place = cache->places[i];
       geometry.tensors[i] = {place.address(), place.segment->id(), place.offset};

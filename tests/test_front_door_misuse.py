@@ -250,6 +250,30 @@ def test_what_is_no_block_is_refused_wherever_it_stands(ends: Ends, source: Any)
         ends.link.push_layers(ends.mine, to="kv", layers=[source])
 
 
+@pytest.mark.parametrize("change", ["clears", "drops the last", "appends"])
+def test_a_list_that_changes_while_it_is_read_is_refused(ends: Ends, change: str) -> None:
+    """Asking an item for its number runs the item's code, which may do anything to the list that it stands in."""
+    changes = {"clears": list.clear, "drops the last": list.pop, "appends": lambda listed: listed.append(1)}
+    listed: list[Any] = []
+
+    class Meddler:
+        def __index__(self) -> int:
+            changes[change](listed)
+            return 0
+
+    for use in (
+        lambda: ends.node.copy(ends.mine, ends.mine, blocks=(listed, list(range(1000)))),
+        lambda: ends.link.pull("kv", into=ends.mine, blocks=(listed, list(range(1000)))),
+        lambda: ends.link.pull("rows", into=ends.mine, source_row=0, row_to_blocks=listed),
+        lambda: ends.mine.window(blocks=listed),
+    ):
+        for place in (0, 1, 999):
+            listed[:] = range(1000)
+            listed[place] = Meddler()
+            with pytest.raises(kvferry.InvalidArgument, match="was changed while it was read"):
+                use()  # type: ignore[no-untyped-call]
+
+
 def test_the_sentence_names_the_argument_and_what_it_takes(ends: Ends) -> None:
     for call, sentence in (
         (lambda: kvferry.Node(lanes="2"), "lanes='2' is not a whole number from 0 to 2**32 - 1"),

@@ -171,6 +171,10 @@ static void allocated_keys_must_be_fresh() {
   CHECK_FAILS(Kind::out_of_memory, "pool of 1048576", table.allocate("c", {}, 1000));
   CHECK(table.registry.pool()->used_bytes() == 2 * page && table.guards.open_count() == 1);
   CHECK_FAILS(Kind::exists, "has a pool", table.registry.create_pool(1, 12, 1));
+  Table vast;
+  vast.registry.create_pool(std::size_t{1} << 62, 16, std::size_t{256} << 20);  // promised, not there
+  CHECK_FAILS(Kind::out_of_memory, "cannot give 4294967295 times", vast.registry.allocate("c", Layout::blocks, UINT32_MAX, 1, 1, {}));
+  CHECK_FAILS(Kind::out_of_memory, "cannot give 4294967295 times", vast.registry.allocate("c", Layout::blocks, UINT32_MAX, std::uint64_t{1} << 40, 1, {}));
   Table without;
   CHECK_FAILS(Kind::unsupported, "no pool", without.allocate("a", {}));
 }
