@@ -1,15 +1,20 @@
 #include "push.hpp"
 
+#include <algorithm>
+
 #include "sentence.hpp"
 #include "serve.hpp"
 
 namespace kvferry {
 
 namespace {
-// So that the receiver's own deadline passes first and its answer, which says that it has stopped, still comes in time.
+// So that the receiver's own deadline passes first and its answer, which says that it has stopped, still comes in time: after
+// the piece in hand, and over threads that have to wake up, which takes its milliseconds however short the deadline was.
 std::int64_t told_ms(const Deadline& deadline) {
+  constexpr std::int64_t least = 3, most = 50;
   const auto left = deadline.left_ms();
-  return std::min<std::int64_t>(left - std::min<std::int64_t>(left / 10, 50), UINT32_MAX);
+  const auto margin = std::min(std::clamp(left / 10, least, most), left / 2);
+  return std::min<std::int64_t>(left - margin, UINT32_MAX);
 }
 // A layer push waits for its next layer without a deadline of its own.
 constexpr std::int64_t far_ns = INT64_MAX / 2;

@@ -176,8 +176,8 @@ struct Lanes {
     pull->start();
     return pull;
   }
-  std::shared_ptr<Operation> push() {
-    auto push = node.push(link, mine.id(), by_name("kv"), whole(), Deadline::after_ms(5000), by_socket);
+  std::shared_ptr<Operation> push(std::int64_t timeout_ms = 5000) {
+    auto push = node.push(link, mine.id(), by_name("kv"), whole(), Deadline::after_ms(timeout_ms), by_socket);
     push->start();
     return push;
   }
@@ -217,6 +217,29 @@ static void a_lane_that_was_closed_while_it_lay_idle_costs_no_operation() {
   small.reset();
   lanes.served(small = lanes.next(LaneUse::small), pulling);
   CHECK(lanes.link->alive() && lanes.link->failures.load() == 0);
+}
+
+// Else its word that it has stopped comes after the pusher has given up, who then knows of nothing.
+static void a_receiver_is_told_less_time_than_the_pusher_has() {
+  Lanes lanes;
+  auto pushing = lanes.push();
+  auto push = lanes.next(LaneUse::push);
+  lanes.served(push, pushing);
+  for (const std::uint32_t timeout_ms : {5000u, 300u, 20u, 9u, 4u}) {
+    pushing = lanes.push(timeout_ms);
+    Frame request;
+    try {
+      request = receive(push, wire::max_request_bytes, 1000);
+    } catch (const Error&) {  // time was up before it could be sent: the lane is as good as before
+      continue;
+    }
+    CHECK(request.header.type == wire::Type::push);
+    const auto told = wire::Reader(request.body).get<std::uint32_t>();
+    CHECK(told >= 1 && told <= timeout_ms - std::min(std::max(std::min(timeout_ms / 10, 50u), 3u), timeout_ms / 2) && (timeout_ms < 300 || told > timeout_ms / 2));
+    pushing->cancel();
+    CHECK(pushing->wait(Deadline::after_ms(3000)));
+    push = lanes.next(LaneUse::push);  // its lane was broken with it
+  }
 }
 
 static void what_may_have_been_carried_out_is_not_asked_twice() {
@@ -307,6 +330,7 @@ int main() {
   lanes_come_back_when_their_listener_does();
   lanes_that_are_refused_cost_little();
   a_lane_that_was_closed_while_it_lay_idle_costs_no_operation();
+  a_receiver_is_told_less_time_than_the_pusher_has();
   what_may_have_been_carried_out_is_not_asked_twice();
   a_peer_that_closes_every_lane_is_not_asked_for_ever();
   closing_while_linking();
