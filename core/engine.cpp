@@ -55,6 +55,7 @@ void check_spans(KnownMemory& memory, Cache& cache, bool writable) {
   }
   const auto look = memory.look(ranges, writable);
   if (look.file_backed) cache.file_backed.store(true);
+  if (look.may_shrink) cache.may_shrink.store(true);
   if (look.ok) return;
   const auto& bad = ranges[look.range];
   throw Error({Kind::invalid_argument,
@@ -73,6 +74,7 @@ void check_mapped(Engine& engine, Cache& cache, bool writable, std::atomic<bool>
     for (std::size_t i = 0; i < cache.geometry.tensors.size(); ++i) {
       const auto mapped = range_mapped(cache.geometry.tensors[i].address, bytes, writable);
       if (mapped.file_backed) cache.file_backed.store(true);
+      if (mapped.may_shrink) cache.may_shrink.store(true);
       if (mapped.ok) continue;
       throw Error({Kind::invalid_argument,
                    "tensor " + std::to_string(i) + " of " + cache.geometry.label() + " is not " +

@@ -233,25 +233,25 @@ bool PeerSegment::present(std::uint64_t offset, std::uint64_t bytes) {
   return true;
 }
 
-bool PeerSegment::read_into(void* to, std::uint64_t offset, std::uint64_t bytes) {
+PeerSegment::Copied PeerSegment::read_into(void* to, std::uint64_t offset, std::uint64_t bytes) {
   auto* out = static_cast<std::byte*>(to);
   while (bytes > 0) {
     const ssize_t n = ::pread(fd_.get(), out, bytes, static_cast<off_t>(offset));
     if (n < 0 && errno == EINTR) continue;
-    if (n <= 0) return false;
+    if (n <= 0) return n < 0 && errno == EFAULT ? Copied::not_there : Copied::outside;
     out += n;
     offset += static_cast<std::uint64_t>(n);
     bytes -= static_cast<std::uint64_t>(n);
   }
-  return true;
+  return Copied::all;
 }
 
-bool PeerSegment::copy(void* to, std::uint64_t offset, std::uint64_t bytes, bool stream) {
-  if (offset > bytes_ || bytes > bytes_ - offset) return false;
-  if (bytes == 0) return true;
-  if (!present(offset, bytes)) return read_into(to, offset, bytes);
+PeerSegment::Copied PeerSegment::copy(void* to, std::uint64_t offset, std::uint64_t bytes, bool stream, bool by_kernel) {
+  if (offset > bytes_ || bytes > bytes_ - offset) return Copied::outside;
+  if (bytes == 0) return Copied::all;
+  if (by_kernel || !present(offset, bytes)) return read_into(to, offset, bytes);
   copy_bytes(to, data_ + offset, bytes, stream);
-  return true;
+  return Copied::all;
 }
 
 bool PeerSegment::populate_some(Populated& progress) {

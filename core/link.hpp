@@ -89,8 +89,10 @@ class PeerSegment {
   std::size_t bytes() const noexcept { return bytes_; }
   const std::byte* data() const noexcept { return data_; }
   bool present(std::uint64_t offset, std::uint64_t bytes);  // and notes it
-  bool copy(void* to, std::uint64_t offset, std::uint64_t bytes, bool stream);  // false: outside the segment
-  bool read_into(void* to, std::uint64_t offset, std::uint64_t bytes);          // by pread
+  enum class Copied : std::uint8_t { all, outside, not_there };  // outside the segment; `to` is not (writable) memory
+  // `by_kernel`: by system calls alone, so that memory which is not there is an answer and no signal.
+  Copied copy(void* to, std::uint64_t offset, std::uint64_t bytes, bool stream, bool by_kernel = false);
+  Copied read_into(void* to, std::uint64_t offset, std::uint64_t bytes);  // by pread
   struct Populated {
     std::uint64_t from = 0, hole = 0;  // [from, hole) is present and not mapped yet
   };

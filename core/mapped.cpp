@@ -12,6 +12,7 @@
 #include <string>
 #include <string_view>
 
+#include "copier.hpp"
 #include "descriptor.hpp"
 #include "error.hpp"
 #include "sentence.hpp"
@@ -21,7 +22,7 @@ namespace {
 
 struct Mapping {
   std::uint64_t start = 0, end = 0;
-  bool readable = false, writable = false, file_backed = false;
+  bool readable = false, writable = false, file_backed = false, may_shrink = false;
 };
 
 std::string_view take_word(std::string_view& line) {
@@ -36,14 +37,15 @@ bool take_number(std::string_view text, int base, std::uint64_t& out) {
   return error == std::errc{} && end == text.data() + text.size();
 }
 
-// Memory that the kernel backs with a nameless file of its own is as good as anonymous memory: nobody can truncate it or
-// make a read of it wait for a disk.
-bool backed_by_a_file(std::uint64_t inode, std::string_view path) {
-  if (inode == 0) return false;
-  for (std::string_view own : {"/memfd:", "/dev/zero", "/SYSV", "/anon_hugepage"}) {
-    if (path.starts_with(own)) return false;
+// Memory that the kernel backs with a nameless file of its own is as good as anonymous memory: nobody can make a read of it
+// wait for a disk, nor truncate it, except a memfd. Segments are sealed against that, and known by their name (memory.cpp).
+void note_backing(Mapping& mapping, std::uint64_t inode, std::string_view path) {
+  if (inode == 0) return;
+  for (std::string_view nameless : {"/dev/zero", "/SYSV", "/anon_hugepage", "/memfd:kvferry-segment"}) {
+    if (path.starts_with(nameless)) return;
   }
-  return true;
+  mapping.may_shrink = true;
+  mapping.file_backed = !path.starts_with("/memfd:");
 }
 
 // A line of /proc/self/maps: "start-end rwxp offset major:minor inode   path"
@@ -64,7 +66,7 @@ std::optional<Mapping> parse_map_line(std::string_view line) {
   std::uint64_t inode = 0;
   if (!take_number(take_word(line), 10, inode)) return std::nullopt;
   line.remove_prefix(std::min(line.find_first_not_of(' '), line.size()));
-  out.file_backed = backed_by_a_file(inode, line);
+  note_backing(out, inode, line);
   return out;
 }
 
@@ -143,8 +145,9 @@ class OwnMappings {
     answered = rc == 0 || errno == ENOENT;
     if (rc != 0) return std::nullopt;
     constexpr std::uint64_t may_read = 1, may_write = 2;
-    return Mapping{query.start, query.end, (query.rights & may_read) != 0, (query.rights & may_write) != 0,
-                   backed_by_a_file(query.inode, name)};
+    Mapping found{query.start, query.end, (query.rights & may_read) != 0, (query.rights & may_write) != 0};
+    note_backing(found, query.inode, name);
+    return found;
   }
 
   std::string text_;
@@ -162,7 +165,11 @@ constexpr std::uint64_t highest = std::uint64_t{1} << 63;  // no process has mem
 // Rights are those of whole pages.
 MemoryRange whole_pages(const MemoryRange& range) {
   const auto page = machine_page();
-  return {range.begin & ~(page - 1), range.end >= highest ? range.end : (range.end + page - 1) & ~(page - 1), false};
+  return {range.begin & ~(page - 1), range.end >= highest ? range.end : (range.end + page - 1) & ~(page - 1)};
+}
+
+bool same_backing(const MemoryRange& one, const MemoryRange& other) noexcept {
+  return one.file_backed == other.file_backed && one.may_shrink == other.may_shrink;
 }
 
 }  // namespace
@@ -180,11 +187,13 @@ Mapped ranges_mapped(std::span<const MemoryRange> ranges, bool writable, std::ve
       }
       const auto end = std::min(here->end, range.end);
       out.file_backed |= here->file_backed;
+      out.may_shrink |= here->may_shrink;
       if (found != nullptr) {
-        if (!found->empty() && found->back().end == need && found->back().file_backed == here->file_backed)
+        const MemoryRange part{need, end, here->file_backed, here->may_shrink};
+        if (!found->empty() && found->back().end == need && same_backing(found->back(), part))
           found->back().end = end;
         else
-          found->push_back({need, end, here->file_backed});
+          found->push_back(part);
       }
       need = end;
     }
@@ -194,9 +203,20 @@ Mapped ranges_mapped(std::span<const MemoryRange> ranges, bool writable, std::ve
 }
 
 Mapped range_mapped(std::uint64_t address, std::uint64_t bytes, bool writable) {
-  MemoryRange range{address, 0, false};
-  if (__builtin_add_overflow(address, bytes, &range.end)) return {false, address, false};
+  MemoryRange range{address, 0};
+  if (__builtin_add_overflow(address, bytes, &range.end)) return {false, address};
   return ranges_mapped({&range, 1}, writable);
+}
+
+bool still_there(std::uint64_t address, std::uint64_t bytes, bool writable) noexcept {
+  try {
+    if (!range_mapped(address, bytes, writable).ok) return false;
+  } catch (const Error&) {  // it cannot be known
+    return true;
+  }
+  std::byte read;
+  return copy_bytes_by_kernel(&read, reinterpret_cast<const void*>(address), 1) &&
+         copy_bytes_by_kernel(&read, reinterpret_cast<const void*>(address + bytes - 1), 1);
 }
 
 KnownMemory::Look KnownMemory::look(std::span<const MemoryRange> ranges, bool writable) {
@@ -212,10 +232,12 @@ KnownMemory::Look KnownMemory::look(std::span<const MemoryRange> ranges, bool wr
         last = behind == known.begin() ? nullptr : &std::prev(behind)->second;
         if (last != nullptr && range.end > last->end) last = nullptr;
       }
-      if (last != nullptr)
-        out.file_backed |= last->file_backed;
-      else
+      if (last == nullptr) {
         missing.push_back(whole_pages(range));
+        continue;
+      }
+      out.file_backed |= last->file_backed;
+      out.may_shrink |= last->may_shrink;
     }
   }
   if (missing.empty()) return out;
@@ -233,6 +255,7 @@ KnownMemory::Look KnownMemory::look(std::span<const MemoryRange> ranges, bool wr
   const auto mapped = ranges_mapped(missing, writable, &found);
   out.ok = mapped.ok;
   out.file_backed |= mapped.file_backed;
+  out.may_shrink |= mapped.may_shrink;
   if (!mapped.ok) {
     const auto bad = std::find_if(ranges.begin(), ranges.end(), [&](const MemoryRange& range) {
       const auto pages = whole_pages(range);
@@ -253,7 +276,7 @@ void KnownMemory::remember(Known& known, MemoryRange range) {
   if (it != known.begin() && std::prev(it)->second.end >= range.begin) --it;
   while (it != known.end() && it->second.begin <= range.end) {
     const auto old = it->second;
-    if (old.file_backed == range.file_backed) {
+    if (same_backing(old, range)) {
       range.begin = std::min(range.begin, old.begin);
       range.end = std::max(range.end, old.end);
     } else if (old.begin == range.end || old.end == range.begin) {  // side by side

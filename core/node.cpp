@@ -290,9 +290,9 @@ Result Node::copy(const Target& source, const Target& destination, const Moves& 
   e.check_writable(*to);
   const bool within = from == to;
   if (within && moves.form == Moves::Form::spans) throw Error(Kind::invalid_argument, "spans are copied between two caches, not within one");
-  const bool of_files = from->file_backed.load() || to->file_backed.load();
+  const bool may_shrink = from->may_shrink.load() || to->may_shrink.load();
   const auto copy_plainly = [&](void* out, const void* in, std::size_t bytes) {
-    if (of_files) return copy_bytes_by_kernel(out, in, bytes);
+    if (may_shrink) return copy_bytes_by_kernel(out, in, bytes);
     if (within)
       std::memmove(out, in, bytes);
     else
@@ -328,7 +328,7 @@ Result Node::copy(const Target& source, const Target& destination, const Moves& 
       }
       if (!ok)
         throw Error({Kind::invalid_argument,
-                     sentence("memory of ", from->geometry.label(), " or of ", to->geometry.label(), " is not there, or not of its kind (a file that has become shorter?)"),
+                     sentence("memory of ", from->geometry.label(), " or of ", to->geometry.label(), " is not there, or not of its kind (a file or memfd that has become shorter?)"),
                      true, true},
                     "", to->geometry.label(), "copy");
       piece += span.bytes;

@@ -3,7 +3,9 @@
 #include <poll.h>
 #include <sys/socket.h>
 #include <sys/uio.h>
+#include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
 
@@ -84,6 +86,17 @@ Outcome Pull::gone() const {
 
 Outcome Pull::destination_gone() const {
   return {Kind::not_found, subject() + " was unregistered, or its window closed, before this transfer had ended", touched_, true};
+}
+
+// Said after a copy has begun.
+Outcome Pull::destination_not_there() const {
+  return {Kind::invalid_argument,
+          subject() + " is not (or not writable) memory any more: it must stay mapped as it was, and no file or memfd behind it may be made shorter, until the transfer has ended",
+          true, true};
+}
+
+bool Pull::destination_may_shrink() const noexcept {
+  return std::ranges::any_of(ask_.destination.caches, [](const auto& cache) { return cache->may_shrink.load(); });
 }
 
 unsigned Pull::one_sided() const noexcept { return link_->transports(ask_.transports) & (map_bit | cma_bit); }
@@ -451,7 +464,7 @@ Outcome Pull::copy_piece(PlanCursor piece, std::uint64_t bytes) noexcept {
 Outcome Pull::copy_by_map(PlanCursor piece, std::uint64_t bytes) noexcept {
   const auto& from = source_->geometry.tensors;
   const auto& to = ask_.destination.geometry().tensors;
-  const bool streaming = plan_->total() >= stream_from_bytes;
+  const bool streaming = plan_->total() >= stream_from_bytes, by_kernel = destination_may_shrink();
   Copier* copier = copier_of(ask_.destination.kind);
   const auto end = piece.position() + bytes;
   auto span = piece.next(bytes);
@@ -469,12 +482,15 @@ Outcome Pull::copy_by_map(PlanCursor piece, std::uint64_t bytes) noexcept {
         expect_copy(reinterpret_cast<void*>(to[plan_->destination_first + following.tensor].address + following.destination),
                     source_->segments[next_tensor]->data() + from[next_tensor].offset + following.source, following.bytes);
       }
-      if (!segment.copy(reinterpret_cast<void*>(address), offset, span.bytes, streaming))
-        return Outcome::fail(Kind::refused, "the peer described a tensor that lies outside its segment");
+      switch (segment.copy(reinterpret_cast<void*>(address), offset, span.bytes, streaming, by_kernel)) {
+        case PeerSegment::Copied::all: break;
+        case PeerSegment::Copied::outside: return Outcome::fail(Kind::refused, "the peer described a tensor that lies outside its segment");
+        case PeerSegment::Copied::not_there: return destination_not_there();
+      }
     } else {
       thread_local std::vector<std::byte> staging;
       staging.resize(span.bytes);
-      if (!segment.copy(staging.data(), offset, span.bytes, false) || !copier->write(address, staging.data(), span.bytes))
+      if (segment.copy(staging.data(), offset, span.bytes, false) != PeerSegment::Copied::all || !copier->write(address, staging.data(), span.bytes))
         return Outcome::fail(Kind::invalid_argument, subject() + " is not memory of its kind");
     }
     if (left == 0) return {};
@@ -523,14 +539,19 @@ Outcome Pull::copy_by_cma(PlanCursor piece, std::uint64_t bytes) noexcept {
   if (word != link_->peer.identity_value)
     return {Kind::peer_lost, "the process of " + link_->label() + " has ended or has become another program", true, true};
   if (missing < bytes) {
-    // It stopped at the first address that is not mapped, here or there. Ours were found mapped at first use.
-    if (!source_stands()) return gone();
+    // It stopped at the first address that is not there, here or at the peer.
     auto walk = piece;
     auto span = walk.next(bytes);
     while (missing >= span.bytes && walk.position() - start < bytes) {
       missing -= span.bytes;
       span = walk.next(bytes);
     }
+    if (copier == nullptr) {
+      static const auto page = static_cast<std::uint64_t>(::sysconf(_SC_PAGESIZE));
+      const auto at = to[plan_->destination_first + span.tensor].address + span.destination + missing;
+      if (!still_there(at, std::min(page, span.bytes - missing), true)) return destination_not_there();
+    }
+    if (!source_stands()) return gone();
     return {Kind::invalid_argument,
             sentence("tensor ", plan_->source_first + span.tensor, " of ", source_->geometry.label(), " is not mapped at ", link_->label()),
             true, true};
@@ -564,8 +585,7 @@ void Pull::ask_for_stream() {
   transport_ = Transport::socket;
   cursor_.emplace(*plan_);
   in_.reset();
-  // What may be held is written by system calls alone, which also answer where its file has become shorter.
-  if (plan_->total() <= small_reply_bytes && !apart()) reply_.resize(plan_->total() + 1024);
+  if (plan_->total() <= small_reply_bytes && !destination_may_shrink()) reply_.resize(plan_->total() + 1024);
   wire::Writer request(wire::Type::pull, number());
   request.put(static_cast<std::uint32_t>(std::min<std::int64_t>(deadline_.left_ms(), UINT32_MAX)));
   wire::put_guards(request, ask_.source && !ask_.mover_owns_destination ? ask_.source->guards : std::vector<Guard>{});
@@ -703,12 +723,14 @@ bool Pull::receive_payload(Need& need) {
   message.msg_iov = iov;
   message.msg_iovlen = n;
   ssize_t got;
+  int error;
   {
     const Entered entered(engine_.guards, ask_.destination.guards);
     if (!entered) throw Error(destination_gone());
     const InKernel held_perhaps(*this);
     do got = ::recvmsg(lane_->descriptor.get(), &message, MSG_DONTWAIT);
     while (got < 0 && errno == EINTR);
+    error = errno;
     if (got > 0) touched_ = true;
     if (got > 0 && copier != nullptr) {
       auto left = std::min<std::uint64_t>(static_cast<std::uint64_t>(got), bytes);
@@ -721,8 +743,8 @@ bool Pull::receive_payload(Need& need) {
       }
     }
   }
-  if (got < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return need = Need::readable, false;
-  if (got < 0 && errno == EFAULT) throw Error({Kind::invalid_argument, subject() + " is not mapped any more", touched_, true});
+  if (got < 0 && (error == EAGAIN || error == EWOULDBLOCK)) return need = Need::readable, false;
+  if (got < 0 && error == EFAULT) throw Error(destination_not_there());  // what came before that place may have been written
   if (got <= 0) throw Error(lane_closed());
   auto payload = std::min<std::uint64_t>(static_cast<std::uint64_t>(got), bytes);
   header_have_ = static_cast<std::size_t>(got) - payload;

@@ -84,6 +84,8 @@ class Pull : public Operation {
   void ask_to_resolve(Phase then, bool to_describe);
   Outcome gone() const;
   Outcome destination_gone() const;
+  Outcome destination_not_there() const;
+  bool destination_may_shrink() const noexcept;
 
   PullAsk ask_;
   std::shared_ptr<const Source> source_;

@@ -67,6 +67,7 @@ struct Cache {
   // A mapping of a file: a fault there takes as long as its disk wants, with the copy in the kernel's hands. Never copied
   // one-sided; found at first use too.
   std::atomic<bool> file_backed{false};
+  std::atomic<bool> may_shrink{false};  // touched by system calls alone (mapped.hpp); found then as well
   std::atomic<unsigned> held{0};  // operations given up while the kernel still held their copy into it
 };
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import ctypes
 import gc
 import mmap
 import os
@@ -652,7 +653,87 @@ def test_a_copy_of_memory_whose_file_has_become_shorter_is_an_error_and_no_crash
     assert side.call("copy_with_a_whole_file", way)
 
 
+# What is unmapped or read-only is found before the first byte unless it was looked at earlier. After that it is its owner's
+# promise that it is not touched: by map, and by socket a few blocks, the process itself writes there.
+GONE = [("memfd", by, used, n) for by in ("map", "cma", "socket") for used in (False, True) for n in (2, BLOCKS)] + [
+    (how, by, True, n)
+    for how in ("unmapped", "read only")
+    for by, n in (("cma", 2), ("cma", BLOCKS), ("socket", BLOCKS))
+]
+
+
+@pytest.mark.parametrize(("how", "by", "used", "blocks"), GONE)
+def test_a_destination_of_which_only_the_first_page_is_left_is_named(
+    peers: Peers, how: str, by: str, used: bool, blocks: int
+) -> None:
+    """And not the peer, which is well; that page has changed, and the error says so. Shared memory does not end the process."""
+    other, side = peers(SIDE, {"pool": 1 << 20}), peers("test_failures_nodes:Alone")
+    small(other, "kv", "allocated" if by == "map" else "registered", NEW)
+    side.call("link", other.call("address"))
+    error = ended(side.call_later("pull_into_little", how, by, used, blocks), kvferry.InvalidArgument)
+    assert "'mine' is not (or not writable) memory any more" in str(error)
+    assert error.bytes_touched and error.destination_settled
+    assert side.call("first_page") == [words(NEW, 1)[0, 0]] * (BLOCK_BYTES // 8)
+    assert side.call("alive")
+
+
+@pytest.mark.parametrize("way", ["from it", "into it"])
+def test_a_copy_of_memory_whose_memfd_has_become_shorter_is_an_error_and_no_crash(peers: Peers, way: str) -> None:
+    side = peers("test_failures_nodes:Alone")
+    error = ended(side.call_later("copy_with_a_short_memfd", way), kvferry.InvalidArgument)
+    assert "become shorter" in str(error) and error.bytes_touched
+
+
 class Alone(Side):
+    def pull_into_little(self, how: str, by: str, used: bool, blocks: int) -> None:
+        """A pull into memory of which all but the first page has gone; ``used``: after one while it was whole."""
+        libc = ctypes.CDLL(None)
+        libc.mmap.restype = ctypes.c_void_p
+        libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+        libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+        libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+        size = BLOCKS * BLOCK_BYTES
+        shared = how == "memfd"
+        descriptor = os.memfd_create("lent") if shared else -1
+        if shared:
+            os.ftruncate(descriptor, size)
+        self.at = libc.mmap(
+            None,
+            size,
+            mmap.PROT_READ | mmap.PROT_WRITE,
+            mmap.MAP_SHARED if shared else mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS,
+            descriptor,
+            0,
+        )
+        mine = self.node.register_addresses("mine", [self.at], unit_bytes=BLOCK_BYTES, count=BLOCKS)
+        moves = {number: number for number in range(blocks)}
+        if used:
+            self.links[0].pull("kv", into=mine, blocks=moves, transport=by)
+            ctypes.memset(self.at, 0, size)
+        if shared:
+            os.ftruncate(descriptor, BLOCK_BYTES)
+        elif how == "unmapped":
+            libc.munmap(self.at + BLOCK_BYTES, size - BLOCK_BYTES)
+        else:
+            libc.mprotect(self.at + BLOCK_BYTES, size - BLOCK_BYTES, mmap.PROT_READ)
+        self.links[0].pull("kv", into=mine, blocks=moves, transport=by)
+
+    def first_page(self) -> "list[int]":
+        return list((ctypes.c_uint64 * (BLOCK_BYTES // 8)).from_address(self.at))
+
+    def alive(self) -> bool:
+        return bool(self.links[0].alive)
+
+    def copy_with_a_short_memfd(self, way: str) -> None:
+        descriptor = os.memfd_create("lent")
+        os.ftruncate(descriptor, 1 << 20)
+        lent = self.node.register(
+            "lent", np.frombuffer(mmap.mmap(descriptor, 1 << 20), dtype=np.uint8).reshape(16, 1 << 16)
+        )
+        plain = self.node.register("plain", np.full((16, 1 << 16), 7, np.uint8))
+        os.ftruncate(descriptor, 4096)
+        self.node.copy(*((lent, plain) if way == "from it" else (plain, lent)))
+
     def one_more_node(self) -> None:
         kvferry.Node().close()
 

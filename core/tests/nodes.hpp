@@ -88,7 +88,7 @@ struct Shape {
 class Twice {
  public:
   explicit Twice(std::size_t bytes) : bytes_(bytes) {
-    const Descriptor memory(memfd_create("kvferry-test", MFD_CLOEXEC));
+    const Descriptor memory(memfd_create("kvferry-segment of a test", MFD_CLOEXEC));  // that nobody makes shorter: copied plainly
     CHECK(ftruncate(memory.get(), static_cast<off_t>(bytes)) == 0);
     for (auto* at : {&node_, &test_}) *at = static_cast<std::byte*>(mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, memory.get(), 0));
     const std::lock_guard lock(mutex());

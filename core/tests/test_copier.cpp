@@ -1,7 +1,13 @@
+#include <linux/filter.h>
+#include <linux/seccomp.h>
+#include <sys/prctl.h>
+#include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
+#include <cstddef>
 #include <string>
 #include <thread>
 #include <vector>
@@ -33,6 +39,29 @@ static void a_copy_writes_its_bytes_and_no_others() {
       }
     }
   }
+}
+
+// In a child, which may not call process_vm_readv.
+static void the_kernel_copies_and_says_what_is_not_there() {
+  std::vector<unsigned char> from(300'000), to(from.size());
+  fill(from, 5);
+  auto* const nothing = reinterpret_cast<void*>(4096);
+  const auto copies = [&](unsigned seed) {
+    fill(to, seed);
+    return copy_bytes_by_kernel(to.data(), from.data(), from.size()) && to == from && !copy_bytes_by_kernel(to.data(), nothing, 100) &&
+           !copy_bytes_by_kernel(nothing, from.data(), 100);
+  };
+  CHECK(copies(1));
+  const pid_t child = fork();
+  if (child == 0) {
+    sock_filter filter[] = {BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(seccomp_data, nr)), BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, SYS_process_vm_readv, 0, 1),
+                            BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | EPERM), BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW)};
+    const sock_fprog program{4, filter};
+    if (prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) != 0 || prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &program) != 0) _exit(0);  // no way to try
+    _exit(copies(2) ? 0 : 1);
+  }
+  int status = 1;
+  CHECK(waitpid(child, &status, 0) == child && WIFEXITED(status) && WEXITSTATUS(status) == 0);
 }
 
 static void a_hint_may_name_any_address() { expect_copy(nullptr, nullptr, 1 << 20); }
@@ -90,6 +119,7 @@ static void threads_share_pages_of_the_test_kind() {
 
 int main() {
   a_copy_writes_its_bytes_and_no_others();
+  the_kernel_copies_and_says_what_is_not_there();
   a_hint_may_name_any_address();
   a_kind_without_a_copier_is_refused_by_name();
   the_test_kind_is_reached_through_its_copier_alone();

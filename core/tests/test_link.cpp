@@ -144,13 +144,14 @@ static void a_peers_segment_is_read_without_touching_it() {
   PeerSegment segment(duplicate(owner.descriptor()));
   CHECK(segment.bytes() == bytes);
   std::vector<std::byte> out(bytes, std::byte{1});
-  CHECK(segment.copy(out.data(), 0, bytes, false));
+  constexpr auto all_of_it = PeerSegment::Copied::all, outside = PeerSegment::Copied::outside;
+  CHECK(segment.copy(out.data(), 0, bytes, false) == all_of_it);
   CHECK(std::memcmp(out.data(), owner.data(), 299'000) == 0 && blocks_of(owner.descriptor()) >= pages);
   PeerSegment other(duplicate(owner.descriptor()));
   std::memset(out.data(), 1, bytes);
   const Segment fresh(2, bytes);
   PeerSegment holes(duplicate(fresh.descriptor()));
-  CHECK(holes.copy(out.data(), 0, bytes, true) && blocks_of(fresh.descriptor()) == 0);
+  CHECK(holes.copy(out.data(), 0, bytes, true) == all_of_it && blocks_of(fresh.descriptor()) == 0);
   for (const auto byte : out) CHECK(byte == std::byte{0});
   PeerSegment::Populated none, all;
   while (holes.populate_some(none)) {
@@ -158,11 +159,15 @@ static void a_peers_segment_is_read_without_touching_it() {
   CHECK(blocks_of(fresh.descriptor()) == 0);
   while (other.populate_some(all)) {
   }
-  CHECK(other.copy(out.data(), 299'990, 6000, true) && std::memcmp(out.data(), owner.data() + 299'990, 6000) == 0);
+  CHECK(other.copy(out.data(), 299'990, 6000, true) == all_of_it && std::memcmp(out.data(), owner.data() + 299'990, 6000) == 0);
   // Everything at its edges.
-  CHECK(other.copy(out.data(), bytes, 0, false) && other.copy(out.data(), bytes - 1, 1, false));
-  CHECK(!other.copy(out.data(), bytes, 1, false) && !other.copy(out.data(), 0, bytes + 1, false));
-  CHECK(!other.copy(out.data(), ~0ull, 2, false) && !other.copy(out.data(), 1, ~0ull, false));
+  CHECK(other.copy(out.data(), bytes, 0, false) == all_of_it && other.copy(out.data(), bytes - 1, 1, false) == all_of_it);
+  CHECK(other.copy(out.data(), bytes, 1, false) == outside && other.copy(out.data(), 0, bytes + 1, false) == outside);
+  CHECK(other.copy(out.data(), ~0ull, 2, false) == outside && other.copy(out.data(), 1, ~0ull, false) == outside);
+  // By the kernel it is the same, and a destination that is not memory is an answer.
+  std::memset(out.data(), 1, bytes);
+  CHECK(other.copy(out.data(), 299'990, 6000, true, true) == all_of_it && std::memcmp(out.data(), owner.data() + 299'990, 6000) == 0);
+  CHECK(other.copy(reinterpret_cast<void*>(4096), 299'990, 6000, true, true) == PeerSegment::Copied::not_there);
 }
 
 static void what_is_no_sealed_memory_is_refused() {

@@ -49,9 +49,36 @@ static void only_named_files_count_as_file_backed() {
   void* file = mmap(nullptr, page, PROT_READ, MAP_PRIVATE, fd, 0);
   unlink(path);
   const Mapped mapped = range_mapped(at(file), page, false);
-  CHECK(mapped.ok && mapped.file_backed);
+  CHECK(mapped.ok && mapped.file_backed && mapped.may_shrink);
   munmap(file, page);
   close(fd);
+}
+
+// A memfd waits for no disk, but whoever has its descriptor may make it shorter, unless it is a segment: those are sealed.
+static void a_memfd_may_shrink_and_a_segment_may_not() {
+  const Segment segment(1, page);
+  char* memory = map_pages(1);
+  for (const void* plain : {static_cast<const void*>(segment.data()), static_cast<const void*>(memory)})
+    CHECK(range_mapped(at(plain), page, true).ok && !range_mapped(at(plain), page, true).may_shrink);
+  CHECK(still_there(at(memory), page, true) && mprotect(memory, page, PROT_READ) == 0);
+  CHECK(!still_there(at(memory), page, true) && still_there(at(memory), page, false));
+  munmap(memory, page);
+  CHECK(!still_there(at(memory), page, false));
+  const Descriptor fd(memfd_create("somebody's", MFD_CLOEXEC));
+  CHECK(ftruncate(fd.get(), static_cast<off_t>(2 * page)) == 0);
+  char* both = map_pages(4);
+  CHECK(mmap(both + page, 2 * page, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, fd.get(), 0) != MAP_FAILED);
+  const Mapped mapped = range_mapped(at(both), 4 * page, true);
+  CHECK(mapped.ok && mapped.may_shrink && !mapped.file_backed);
+  KnownMemory known;
+  const MemoryRange all[] = {range(both, 4 * page)}, plain[] = {range(both, page), range(both + 3 * page, 8)}, shared[] = {range(both + page, 8)};
+  for (int round = 0; round < 3; ++round) {
+    CHECK(known.look(all, true).may_shrink && known.look(shared, true).may_shrink && !known.look(all, true).file_backed);
+    CHECK(known.look(plain, true).ok && !known.look(plain, true).may_shrink);
+  }
+  CHECK(still_there(at(both), 4 * page, true) && ftruncate(fd.get(), static_cast<off_t>(page)) == 0);
+  CHECK(range_mapped(at(both), 4 * page, true).ok && still_there(at(both), 2 * page, true) && !still_there(at(both) + page, 2 * page, true));
+  munmap(both, 4 * page);
 }
 
 // Many ranges by one walk, and what was found comes cut by kind.
@@ -148,6 +175,7 @@ static void any_ranges_are_answered_as_their_pages_are() {
 int main() {
   a_range_may_span_mappings_and_a_hole_is_found();
   only_named_files_count_as_file_backed();
+  a_memfd_may_shrink_and_a_segment_may_not();
   several_ranges_are_looked_up_together();
   what_was_found_good_is_not_looked_at_again();
   files_stay_known_as_files();
