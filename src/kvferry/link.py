@@ -39,7 +39,8 @@ class Link:
                            side's blocks, in the window's order
     ``row``                the row of this side's cache; the far side's is ``source_row`` or ``destination_row``, by
                            default the row that the key names, else row 0
-    ``row_to_blocks``      blocks that the source's row fills, in order; the last one gets what is left
+    ``row_to_blocks``      blocks that the source's row fills, in order; the last one gets what is left. Fewer than it fills
+                           take its beginning, and the rest is not moved
     ``size_bytes``         how much of a row to move, from its start; by default this side's whole row
     ``layers``             ``range`` of layers of this side's cache, and of the far side's unless that has its own
     ``tensors_per_layer``  layer L is tensors ``[L * n, (L + 1) * n)``; 2 for K and V in turns
