@@ -158,8 +158,8 @@ static void callers_may_wait_for_frames_and_for_room() {
 }
 
 static void addresses_are_what_they_say() {
-  CHECK((Endpoint{"127.0.0.1", 7000, true}.text() == "127.0.0.1:7000"));
-  CHECK((Endpoint{"::1", 7000, true}.text() == "[::1]:7000"));
+  CHECK((Endpoint{"127.0.0.1", 7000, true, {}}.text() == "127.0.0.1:7000"));
+  CHECK((Endpoint{"::1", 7000, true, {}}.text() == "[::1]:7000"));
   const auto listener = listen_tcp("127.0.0.1", 0);
   const auto at = local_endpoint(listener.get());
   CHECK(at.host == "127.0.0.1" && at.port != 0 && at.loopback);
