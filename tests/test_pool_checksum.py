@@ -1,6 +1,7 @@
 """Checksums of values in the pool: the formula, and that nothing wrong is served where they are on."""
 
 import re
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -237,3 +238,38 @@ def test_a_piece_that_fails_ends_the_move_with_nothing_under_way(monkeypatch: py
     every, zeros = np.arange(4), np.zeros(4, np.uint64)
     assert moving.moved(way, values, every, zeros, 1e12, zeros)[0] == "timeout"
     assert len(begun) == 2 and ends == ["waited for", "waited for", "cancelled"]
+
+
+def test_a_call_that_is_interrupted_between_pieces_ends_after_the_piece_in_flight(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    order: list[str] = []
+
+    class Moving:
+        def __init__(self) -> None:
+            self.ended = False
+
+        def wait(self, timeout_ms: int) -> None:
+            order.append("waited")
+            self.ended = True
+            if "cancelled" in order:
+                raise kvferry.Cancelled("cancelled")
+
+        def cancel(self) -> bool:
+            order.append("cancelled")
+            return True
+
+        def done(self) -> bool:
+            return self.ended
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    arrays = [np.zeros(moving.PIECE_BYTES, np.uint8) for _ in range(2)]
+    values = of_buffers(arrays, 2)
+    monkeypatch.setattr(type(values), "checksums", interrupted)
+    way = moving.Way(False, lambda *_: None, lambda *_: Moving())  # type: ignore[arg-type, return-value]
+    every, seeds = np.arange(2), np.ones(2, np.uint64)
+    with pytest.raises(KeyboardInterrupt):
+        moving.moved(way, values, every, np.zeros(2, np.uint64), time.monotonic() + 5, seeds)
+    assert order == ["waited", "cancelled", "waited"]

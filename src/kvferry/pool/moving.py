@@ -103,6 +103,11 @@ def _summed(way: Way, values: Values, chosen: npt.NDArray[np.int64], offsets: U6
                 moving = way.begin(moves(following), ms_left(until))
             sums.append(values.checksums(chosen[piece], seeds[piece]))
     except BaseException:
-        moving.cancel()  # nothing moves any more when this call has ended
+        moving.cancel()
+        while not moving.done():  # nothing moves any more when this call has ended
+            try:
+                moving.wait(LONGEST_MS)
+            except KvferryError:
+                continue
         raise
     return np.concatenate(sums)
