@@ -224,6 +224,9 @@ class Begun:
         self.ends.append("cancelled")
         return False
 
+    def done(self) -> bool:
+        return bool(self.ends)
+
 
 def test_a_piece_that_fails_ends_the_move_with_nothing_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(moving, "PIECE_BYTES", SIZE)
