@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from bench import Bench
+from bench import Bench, add_options
 from limits import KIB, LimitsUnavailable, Work, build, one_piece, process_clock
 from pair import Pair
 from table import HEADER, Row, lines, machine, write_json
-from turns import Contender, Turns, Value, in_turns, until_steady
+from turns import Contender, Figure, Turns, Value, in_turns, until_steady
 
 import kvferry
 
@@ -329,8 +329,6 @@ def row(
 
 
 def absolute(case: str, transport: str, unit: str, value: float, target: str, met: bool) -> Row:
-    from turns import Figure
-
     return Row(case, transport, unit, Figure([value]), target=target, met=met)
 
 
@@ -356,12 +354,7 @@ def prepared(options: argparse.Namespace) -> Iterator[Bench]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="the pool against the limits of this machine")
-    parser.add_argument("--case", action="append", default=[], metavar="NAME", help="only this (a pattern); repeatable")
-    parser.add_argument("--list", action="store_true", help="name the cases and stop")
-    parser.add_argument("--rounds", type=int, default=7, help="rounds of each contender; at least 5 to quote a figure")
-    parser.add_argument("--attempts", type=int, default=3, help="how often a case with unlike baselines is run at most")
-    parser.add_argument("--idle-s", type=float, default=10.0, help="how long an idle node is watched")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every value there as well")
+    add_options(parser)
     options = parser.parse_args()
     wanted = [name for name in CASES if not options.case or any(fnmatch.fnmatch(name, p) for p in options.case)]
     if options.list or not wanted:

@@ -23,7 +23,7 @@ import beside
 import bulk
 import networks
 import small
-from bench import Bench
+from bench import Bench, add_options
 from limits import LimitsUnavailable, build
 from pair import WorkerFailed
 from table import HEADER, Row, lines, machine, write_json
@@ -108,12 +108,7 @@ def peer_pythons(options: argparse.Namespace) -> dict[str, str]:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="kvferry against the limits of this machine, and against its peers")
-    parser.add_argument("--case", action="append", default=[], metavar="NAME", help="only this (a pattern); repeatable")
-    parser.add_argument("--list", action="store_true", help="name the cases and stop")
-    parser.add_argument("--rounds", type=int, default=7, help="rounds of each contender; at least 5 to quote a figure")
-    parser.add_argument("--attempts", type=int, default=3, help="how often a case with unlike baselines is run at most")
-    parser.add_argument("--idle-s", type=float, default=10.0, help="how long an idle process is watched")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every value there as well")
+    add_options(parser)
     parser.add_argument("--nixl-python", metavar="PYTHON", help="a Python in which the nixl wheel is installed")
     parser.add_argument("--mooncake-python", metavar="PYTHON", help="a Python in which Mooncake's wheel is installed")
     parser.add_argument("--limits-only", action="store_true", help="measure the machine, without kvferry")

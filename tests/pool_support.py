@@ -7,7 +7,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -79,8 +78,3 @@ def until(condition: Callable[[], Any], patience_s: float = PATIENCE_S) -> Any:
         assert time.monotonic() < end, "it did not come true in time"
         time.sleep(0.01)
     return value
-
-
-def runtime_directory(tmp_path: Path) -> Path:
-    """Short enough for a Unix socket's name, which ends after 107 bytes."""
-    return tmp_path

@@ -96,7 +96,6 @@ class PoolNode:
         self._try_again = 0.0
         self._stopping = False
         self._asked = time.monotonic()
-        self._links: set[int] = set()
         self._answers: dict[type, Callable[[Any, Any], msgspec.Struct | None]] = {
             messages.Open: self._open,
             messages.Exists: self._exists,
@@ -131,7 +130,7 @@ class PoolNode:
         """Answers until :meth:`stop`, a Stop, or, with ``idle_s``, so long without a link or a call."""
         while not self._stopping:
             try:
-                call = self._node.next_call(self._wait_ms(idle_s))
+                call = self._node.next_call(self._wait_ms())
             except NodeClosed:
                 return
             if call is not None:
@@ -153,7 +152,7 @@ class PoolNode:
 
     # --- the loop ----------------------------------------------------------------------------------------------------
 
-    def _wait_ms(self, idle_s: float | None) -> int:
+    def _wait_ms(self) -> int:
         now = time.monotonic()
         until = now + TICK_MS / 1000
         due = self._store.next_end
@@ -221,9 +220,7 @@ class PoolNode:
 
     def _lookup(self, request: messages.Lookup, call: Any) -> msgspec.Struct:
         now = time.monotonic()
-        self._release_all(request.released, call)
-        sizes = np.frombuffer(request.sizes, np.uint64).tolist()
-        _same_length(request.keys, sizes)
+        sizes = self._begun(request, call)
         lease = self._store.lookup(
             self._space(request.space, call),
             request.keys,
@@ -246,6 +243,16 @@ class PoolNode:
         told = [self._node._core.resolution(window) for window in windows]
         return messages.Leased(number, codes, windows, told, window_of, offsets, checksums)
 
+    def _begun(self, request: messages.Lookup | messages.Reserve, call: Any) -> list[int]:
+        """What both begin with: earlier leases are over, and there is a size for each key."""
+        self._release_all(request.released, call)
+        sizes: list[int] = np.frombuffer(request.sizes, np.uint64).tolist()
+        if len(request.keys) != len(sizes):
+            raise InvalidArgument(f"{len(request.keys)} keys and {len(sizes)} sizes")
+        if sizes and min(sizes) < 1:
+            raise InvalidArgument("a value has at least one byte")
+        return sizes
+
     def _release(self, request: messages.Release, call: Any) -> None:
         self._release_all(request.leases, call)
 
@@ -257,9 +264,7 @@ class PoolNode:
 
     def _reserve(self, request: messages.Reserve, call: Any) -> msgspec.Struct:
         now = time.monotonic()
-        self._release_all(request.released, call)
-        sizes = np.frombuffer(request.sizes, np.uint64).tolist()
-        _same_length(request.keys, sizes)
+        sizes = self._begun(request, call)
         lengths = list(map(len, request.keys))
         if lengths and not 0 < min(lengths) <= max(lengths) <= messages.LONGEST_KEY:
             raise InvalidArgument(f"keys have 1 to {messages.LONGEST_KEY} bytes")
@@ -436,13 +441,6 @@ class _UnknownSpace(Exception):
 
 
 _FOUND = bytes([code_of("never_saved"), code_of("hit"), *range(2, 256)])
-
-
-def _same_length(keys: Sequence[bytes], sizes: Sequence[int]) -> None:
-    if len(keys) != len(sizes):
-        raise InvalidArgument(f"{len(keys)} keys and {len(sizes)} sizes")
-    if sizes and min(sizes) < 1:
-        raise InvalidArgument("a value has at least one byte")
 
 
 def _until(now: float, left_ms: int) -> float:

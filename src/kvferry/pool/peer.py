@@ -171,10 +171,6 @@ class Peer:
         now = time.monotonic()
         self._late = now + PASSED_OVER * (now - since)
 
-    def forget_pause(self) -> None:
-        """The next call tries at once."""
-        self._not_before = 0.0
-
     def close(self) -> None:
         self._forget(self._link)
 
