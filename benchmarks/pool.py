@@ -49,15 +49,17 @@ REACH = {  # of memcpy by map and cma, of one raw socket by socket
 class Node:
     """A pool node, ended with the block."""
 
-    def __init__(self, memory: str, *options: str) -> None:
+    def __init__(self, memory: str, *, tcp: bool = False) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="kvferry-benchmark-")
-        self.address = f"unix:{self._folder.name}/pool.sock"
-        command = [sys.executable, "-m", "kvferry.pool.node", "--listen", self.address, "--memory", memory, *options]
+        where = "127.0.0.1:0" if tcp else f"unix:{self._folder.name}/pool.sock"
+        command = [sys.executable, "-m", "kvferry.pool.node", "--listen", where, "--memory", memory]
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         self.pid = self._process.pid
         assert self._process.stdout is not None
-        if not select.select([self._process.stdout], [], [], 20)[0] or not self._process.stdout.readline():
+        if not select.select([self._process.stdout], [], [], 20)[0]:
             raise RuntimeError("the pool node did not start")
+        # "kvferry pool node at ADDRESS: 1.00 GiB ..."
+        self.address = self._process.stdout.readline().removeprefix("kvferry pool node at ").partition(": ")[0]
 
     def anonymous_bytes(self) -> int:
         words = Path(f"/proc/{self.pid}/status").read_text().split("RssAnon:")[1].split()
@@ -108,7 +110,7 @@ def moved(bench: Bench, verb: str, shape: str, transport: str) -> Iterator[Row]:
     limit = "tcp" if transport == "socket" else "memcpy"
     with (
         Pair(bench.setup(work, "map" if limit == "memcpy" else "socket")) as pair,
-        Node("1GiB") as node,
+        Node("1GiB", tcp=transport == "socket") as node,
         kvferry.Pool.connect(node.address, transports=way, checksum="always" if verified else "auto") as pool,
     ):
 

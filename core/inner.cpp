@@ -40,9 +40,10 @@ class PeerProcess : public Watcher {
 }  // namespace
 
 NodeInner::NodeInner(NodeOptions options)
-    // One of the copy threads is the caller's own; asynchronous work needs at least one of ours.
-    : engine(options, std::max(1u, wanted_threads(options) - 1), wanted_threads(options) - 1, [this](std::int64_t now) { return tick(now); }) {
-  threads = std::max(1u, wanted_threads(options) - 1) + 1;
+    // As many copy threads of ours as share a copy: what comes from a peer, and what runs beside its caller, has no other.
+    // Whoever runs an operation, a caller that waits or one of them, is helped by the rest.
+    : engine(options, wanted_threads(options), wanted_threads(options) - 1, [this](std::int64_t now) { return tick(now); }) {
+  threads = wanted_threads(options) + 1;
   if (const auto host = why_sockets_only(); !host.empty()) {
     engine.options.transports &= static_cast<unsigned>(Transport::socket);
     if (engine.options.transports == 0) throw Error(Kind::unsupported, host + ", and socket is not among this node's transports");

@@ -33,7 +33,7 @@ inline NodeOptions options(std::uint64_t id, unsigned transports = any_transport
   made.node_id = id;
   made.transports = transports;
   made.lanes = lanes;
-  made.copy_threads = 3;  // as on a bigger machine: two of them are the node's own
+  made.copy_threads = 3;  // as on a bigger machine
   return made;
 }
 

@@ -375,7 +375,7 @@ static void statistics_and_events_say_what_happened() {
   CHECK(s.alive && s.outgoing && s.same_host && s.peer_id == 2 && s.socket == "ok" && s.operations == 0 && s.resets == 0 && s.lanes == 2);
   CHECK(pair.there->statistics(*pair.back).map.find("transports") != std::string::npos);
   const auto n = pair.here->statistics();
-  CHECK(n.node_id == 1 && n.caches == 1 && n.links == 1 && n.windows == 0 && n.threads == 3);
+  CHECK(n.node_id == 1 && n.caches == 1 && n.links == 1 && n.windows == 0 && n.threads == 4);
   const auto line = pair.here->next_event(1000);
   CHECK(line && line->first == "info" && line->second.find("link to node 2") != std::string::npos);
   CHECK(!pair.here->next_event(1));

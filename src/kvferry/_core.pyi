@@ -297,7 +297,7 @@ class Node:
         node_id: int,
         secret: bytes = b"",
         transports: int = 7,
-        copy_threads: int = 0,  # 0: cores, at most 4, the calling thread counted
+        copy_threads: int = 0,  # 0: cores, at most 4, the a waiting caller counted
         lanes: int = 2,
         heartbeat_ms: int = 1000,
         heartbeat_timeout_ms: int = 10000,

@@ -60,7 +60,7 @@ class Node:
     ``pool``                   bytes, or :class:`PoolOptions`, of memory for :meth:`allocate`
     ``heartbeat_ms``           how often a quiet link is used to say that this node is alive
     ``heartbeat_timeout_ms``   after how much silence a peer is lost
-    ``copy_threads``           threads that share a big copy, the caller's among them; 0: one for each core, at most 4
+    ``copy_threads``           threads that share a big copy, a waiting caller's among them; 0: one for each core, at most 4
     ``lanes``                  data connections per link
     ``attach``                 ``"any"`` lets every process of this user read this one's memory
                                (``PR_SET_PTRACER_ANY``), which ``cma`` needs where Yama forbids it otherwise
