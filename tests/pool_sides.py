@@ -233,7 +233,7 @@ class Raw:
 
     def reserve(self, space: int, keys: "list[bytes]", size_bytes: int, left_ms: int) -> Any:
         sizes = np.full(len(keys), size_bytes, np.uint64).tobytes()
-        return self.ask(messages.Reserve(space, keys, sizes, False, None, left_ms, False, []))
+        return self.ask(messages.Reserve(space, keys, sizes, None, None, left_ms, False, []))
 
     def lookup(self, space: int, keys: "list[bytes]", size_bytes: int, left_ms: int) -> Any:
         sizes = np.full(len(keys), size_bytes, np.uint64).tobytes()

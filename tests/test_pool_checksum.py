@@ -1,7 +1,6 @@
 """Checksums of values in the pool: the formula, and that nothing wrong is served where they are on."""
 
 import re
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,9 +10,7 @@ import pytest
 
 import kvferry
 from kvferry import _core
-from kvferry.errors import DeadlineExceeded
-from kvferry.pool import moving
-from kvferry.pool.values import of_buffers
+from kvferry.pool import client
 from namespace_support import Inside, network
 from pool_support import NodeProcess, block_bytes_of, names
 
@@ -119,7 +116,7 @@ def spoil(pid: int, value: bytes) -> None:
 def test_a_value_that_was_corrupted_is_a_miss_once_and_is_gone(
     node: NodeProcess, transports: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(moving, "PIECE_BYTES", 3 * SIZE)  # several pieces, also here
+    monkeypatch.setattr(client, "BYTES_AT_A_TIME", 3 * SIZE)  # several parts, also here
     values, into, keys = block_bytes_of(1, 10, SIZE), np.zeros((10, SIZE), np.uint8), names(10)
     with kvferry.Pool.connect(node.address, checksum="always", transports=transports) as pool:
         assert pool.save(keys, buffers=list(values)).outcomes == ["saved"] * 10
@@ -209,70 +206,3 @@ def test_a_right_value_under_a_wrong_key_is_corrupted() -> None:
 def test_checksum_is_one_of_three_words() -> None:
     with pytest.raises(kvferry.InvalidArgument, match="'auto', 'always', 'never'"):
         kvferry.Pool.private(1 << 20, checksum="sometimes")
-
-
-class Begun:
-    def __init__(self, ends: list[str], fails: bool) -> None:
-        self.ends, self.fails = ends, fails
-
-    def wait(self, timeout_ms: int) -> None:
-        self.ends.append("waited for")
-        if self.fails:
-            raise DeadlineExceeded("too late")
-
-    def cancel(self) -> bool:
-        self.ends.append("cancelled")
-        return False
-
-    def done(self) -> bool:
-        return bool(self.ends)
-
-
-def test_a_piece_that_fails_ends_the_move_with_nothing_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(moving, "PIECE_BYTES", SIZE)
-    memory, ends, begun = np.zeros((4, SIZE), np.uint8), [], []
-
-    def begin(moves: object, left_ms: int) -> Any:
-        begun.append(moves)
-        return Begun(ends, fails=len(begun) == 2)
-
-    way = moving.Way(False, lambda moves, left_ms: None, begin)
-    values = of_buffers(list(memory), 4)
-    every, zeros = np.arange(4), np.zeros(4, np.uint64)
-    assert moving.moved(way, values, every, zeros, 1e12, zeros)[0] == "timeout"
-    assert len(begun) == 2 and ends == ["waited for", "waited for", "cancelled"]
-
-
-def test_a_call_that_is_interrupted_between_pieces_ends_after_the_piece_in_flight(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    order: list[str] = []
-
-    class Moving:
-        def __init__(self) -> None:
-            self.ended = False
-
-        def wait(self, timeout_ms: int) -> None:
-            order.append("waited")
-            self.ended = True
-            if "cancelled" in order:
-                raise kvferry.Cancelled("cancelled")
-
-        def cancel(self) -> bool:
-            order.append("cancelled")
-            return True
-
-        def done(self) -> bool:
-            return self.ended
-
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    arrays = [np.zeros(moving.PIECE_BYTES, np.uint8) for _ in range(2)]
-    values = of_buffers(arrays, 2)
-    monkeypatch.setattr(type(values), "checksums", interrupted)
-    way = moving.Way(False, lambda *_: None, lambda *_: Moving())  # type: ignore[arg-type, return-value]
-    every, seeds = np.arange(2), np.ones(2, np.uint64)
-    with pytest.raises(KeyboardInterrupt):
-        moving.moved(way, values, every, np.zeros(2, np.uint64), time.monotonic() + 5, seeds)
-    assert order == ["waited", "cancelled", "waited"]

@@ -1,11 +1,13 @@
 """A pool of several nodes: who has what, what a change of the members costs, and the node on the caller's own host."""
 
 import json
+import os
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import numpy as np
 import pytest
 
 import kvferry
+from kvferry.pool import client
 from kvferry.pool.membership import Member, StaticMembership
 from kvferry.pool.routing import digests, owners
 from namespace_support import Inside, network
@@ -23,6 +26,10 @@ pytestmark = pytest.mark.quick("exactly_one_node", "membership", "killed", "copi
 SIZE = 4 << 10
 KEYS = names(300)
 VALUES = block_bytes_of(1, len(KEYS), SIZE)
+
+
+class Interrupted(Exception):
+    pass
 
 
 class Cluster:
@@ -262,6 +269,113 @@ def test_a_node_that_stands_still_costs_its_share_alone_within_the_timeout(clust
         assert set(map(frozenset, said.values())) == {frozenset({"saved"})}
         cluster.nodes[stopped].signal(signal.SIGCONT)
         until(lambda: load(pool).prefix == len(KEYS))
+
+
+def test_calls_end_in_time_when_all_threads_wait_for_nodes_that_stand_still(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "THREADS", 2)
+    monkeypatch.setattr(client, "BESIDE", 4)
+    into = np.zeros_like(VALUES)
+    with kvferry.Pool.connect(cluster.members()) as pool:
+        assert pool.save(KEYS, buffers=list(VALUES), timeout_ms=5000).prefix == len(KEYS)
+        for name in "bc":
+            cluster.nodes[name].signal(signal.SIGSTOP)
+        others = [threading.Thread(target=lambda: pool.exists(KEYS, timeout_ms=4000)) for _ in range(6)]
+        for other in others:
+            other.start()
+        waiting = [pool.exists_async(KEYS, timeout_ms=4000) for _ in range(2)]
+        time.sleep(0.3)
+        began = time.monotonic()
+        short = pool.load_async(KEYS, buffers=list(into), timeout_ms=100).wait(10_000)
+        assert short.outcomes == ["timeout"] * len(KEYS)
+        now = pool.load(KEYS, buffers=list(into), timeout_ms=100)
+        pool.clear(timeout_ms=100)
+        assert time.monotonic() - began < 2.5, "it waited for threads that others hold"
+        assert now.reasons["hit"] > 0 and now.reasons["hit"] + now.reasons["timeout"] == len(KEYS)
+        for other in others:
+            other.join(20)
+        for one in waiting:
+            one.wait(20_000)
+
+
+@pytest.mark.parametrize("verb", ["load", "save"])
+def test_a_call_that_is_interrupted_leaves_the_memory_alone(cluster: Cluster, verb: str) -> None:
+    """A signal handler raises in the calling thread while other threads wait for a node; then the memory is used for
+    something else, and the node goes on."""
+    memory, armed = VALUES.copy(), [True]
+
+    def interrupt(*_: object) -> None:
+        if armed:
+            raise Interrupted
+
+    with kvferry.Pool.connect(cluster.members()) as pool:
+        if verb == "load":
+            assert pool.save(KEYS, buffers=list(memory), timeout_ms=5000).prefix == len(KEYS)
+        before = signal.signal(signal.SIGUSR1, interrupt)
+        cluster.nodes["b"].signal(signal.SIGSTOP)
+        timers = [threading.Timer(s, os.kill, (os.getpid(), signal.SIGUSR1)) for s in (0.4, 0.4001)]
+        try:
+            for timer in timers:
+                timer.start()
+            began = time.monotonic()
+            with pytest.raises(Interrupted):
+                getattr(pool, verb)(KEYS, buffers=list(memory), timeout_ms=8000)
+            armed.clear()
+            assert time.monotonic() - began < 5, "it waited for the node"
+            for timer in timers:
+                timer.join()
+        finally:
+            signal.signal(signal.SIGUSR1, before)
+        memory[:] = 17
+        cluster.nodes["b"].signal(signal.SIGCONT)
+        into = np.zeros_like(memory)
+        # What the node was asked for has ended with the call's time; what it has published is whole.
+        until(lambda: pool.save(KEYS, buffers=list(VALUES), timeout_ms=5000).prefix == len(KEYS))
+        assert (memory == 17).all()
+        assert pool.load(KEYS, buffers=list(into), timeout_ms=5000).prefix == len(KEYS)
+        assert np.array_equal(into, VALUES)
+
+
+def test_nothing_of_a_pool_is_left_when_it_is_closed(cluster: Cluster) -> None:
+    for _ in range(3):
+        with kvferry.Pool.connect(cluster.members()) as pool:
+            pool.exists(KEYS)
+            pool.exists_async(KEYS).wait(10_000)
+    until(lambda: not [thread.name for thread in threading.enumerate() if thread.name.startswith("kvferry")])
+
+
+def test_calls_that_a_close_comes_into_end_with_words(cluster: Cluster) -> None:
+    """Those that had begun: an error is what one gets that begins later."""
+    ended: list[Any] = []
+
+    def work(verb: Callable[[], Any]) -> None:
+        while True:
+            try:
+                ended.append(verb())
+            except kvferry.NodeClosed as error:
+                ended.append(error)
+                return
+
+    for _ in range(5):
+        into = np.zeros_like(VALUES)
+        pool = kvferry.Pool.connect(cluster.members())
+        save(pool)
+        verbs = [
+            partial(pool.load, KEYS, buffers=list(into)),
+            partial(pool.exists, KEYS),
+            partial(pool.remove, KEYS[:2]),
+        ]
+        threads = [threading.Thread(target=work, args=(verb,)) for verb in verbs]
+        for thread in threads:
+            thread.start()
+        time.sleep(0.1)
+        pool.close()
+        for thread in threads:
+            thread.join(20)
+            assert not thread.is_alive()
+    errors = [str(one) for one in ended if isinstance(one, Exception)]
+    assert errors == ["the pool is closed"] * 15
 
 
 def test_a_local_node_that_stands_still_delays_one_read_of_what_others_own(cluster: Cluster) -> None:

@@ -8,7 +8,8 @@ import hashlib
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,10 +27,10 @@ from kvferry.pool import embedded, messages, places, routing
 from kvferry.pool import keys as key_rules
 from kvferry.pool.membership import Member, Membership, StaticMembership
 from kvferry.pool.messages import LONGEST_KEY, code_of
-from kvferry.pool.moving import moved, moves_of, ms_left, pulling, pushing
+from kvferry.pool.moving import Moving, Way, moves_of, ms_left, pulling, pushing
 from kvferry.pool.outcome import SUCCESSES, Codes, Outcome
 from kvferry.pool.peer import Peer, Space, Unreachable
-from kvferry.pool.values import U64, Values, of_blocks, of_buffers
+from kvferry.pool.values import U64, Spans, Values, of_blocks, of_buffers
 from kvferry.pool.workers import Future, Workers
 
 __all__ = ["Pool"]
@@ -38,9 +39,14 @@ THREADS = 8
 BESIDE = 64  # those that wait for nodes that stand still must leave some for the others
 TRANSPORTS = ("map", "cma", "socket")
 CHECKSUMS = {"auto": 0, "always": 1, "never": 2}
-# At most this much of a batch is reserved or leased at a time: a batch of any size takes a bounded share of a node.
-KEYS_AT_A_TIME = 16_384
-BYTES_AT_A_TIME = 256 << 20
+# A batch goes in parts of this size: its node looks for the places of the next one while the bytes of one are moved, and
+# a batch of any size takes a bounded share of a node.
+KEYS_AT_A_TIME = 2048
+BYTES_AT_A_TIME = 16 << 20
+LOOKED_FOR_AT_A_TIME = 16_384  # keys of which nothing is moved
+# The stage whose turn comes first in a round over the parts under way: the node is asked for the newest before anything is
+# waited for, and a part is committed only when the one before it has been, which it may continue (chain=).
+TURNS = (0, 1, 3, 2)
 LOCAL_FIRST = 4  # the node on this host has one part in so many of the time that is left to answer before the owners
 
 HIT, SAVED, TIMEOUT, NODE_LOST, POOL_OFF, NEVER_SAVED, CORRUPTED = map(
@@ -49,6 +55,10 @@ HIT, SAVED, TIMEOUT, NODE_LOST, POOL_OFF, NEVER_SAVED, CORRUPTED = map(
 NO_CHECKSUM = np.uint64(0)
 
 Indices = npt.NDArray[np.int64]
+Job = Generator[None, None, None]
+"""One part of a batch at one node. Between its stages something happens elsewhere: the node answers, bytes move."""
+Begin = Callable[[Peer, Indices, bool], Job]
+"""``begin(peer, part, beside)``; not ``beside``: nothing else happens meanwhile, so the job does all itself."""
 
 
 @dataclass(slots=True)
@@ -61,8 +71,37 @@ class _Batch:
     began: float
     until: float
     codes: Codes
+    every: Indices
     size_bytes: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
+    _moving: list[Moving] = field(default_factory=list)
+    _given_up: bool = False
+
+    def move(self, way: Way, spans: Spans, beside: bool) -> Moving:
+        """From any of the threads that carry the batch out. :raises Unreachable: it has been given up."""
+        with self.lock:
+            if self._given_up:
+                raise Unreachable("timeout", "the call has been given up")
+            self._moving.append(Moving(way, spans, self.until, beside))
+            return self._moving[-1]
+
+    def give_up(self) -> None:
+        """No thread moves anything for it any more when this has ended, whatever a signal handler raises meanwhile."""
+        interrupted: BaseException | None = None
+        with self.lock:
+            self._given_up = True
+        while any(not one.ended for one in self._moving):
+            try:
+                for one in self._moving:
+                    one.give_up()
+            except BaseException as error:  # noqa: BLE001 - raised below
+                interrupted = error
+        if interrupted is not None:
+            raise interrupted
+
+    def lost(self, keys: Indices, word: str) -> None:
+        """Those of ``keys`` that have not come to anything come to ``word``."""
+        self.codes[keys[~SUCCESSES[self.codes[keys]]]] = code_of(word)
 
     def moved(self, size_bytes: int) -> None:
         """From any of the threads that carry the batch out."""
@@ -71,6 +110,22 @@ class _Batch:
 
     def outcome(self) -> Outcome:
         return Outcome(self.codes, self.size_bytes, time.monotonic() - self.began)
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A load, a save or a look. ``late``: what it came to if its time was over before a thread was free for it."""
+
+    batch: _Batch
+    work: Callable[[], Outcome]
+    late: Callable[[], Outcome]
+
+    def now(self) -> Outcome:
+        try:
+            return self.work()
+        except BaseException:  # also what a signal handler raises: whoever catches it may reuse the memory at once
+            self.batch.give_up()
+            raise
 
 
 class Pool:
@@ -243,7 +298,7 @@ class Pool:
         local_only: bool = False,
     ) -> Outcome:
         """Copies the values of ``keys`` from the pool into this process's memory; those that are not there are left out."""
-        return self._loading(keys, blocks, buffers, routes, timeout_ms, local_only)()
+        return self._loading(keys, blocks, buffers, routes, timeout_ms, local_only).now()
 
     def load_async(
         self,
@@ -256,7 +311,7 @@ class Pool:
         local_only: bool = False,
     ) -> "Future[Outcome]":
         """Starts a :meth:`load` and returns at once."""
-        return self._workers.submit(self._loading(keys, blocks, buffers, routes, timeout_ms, local_only))
+        return self._later(self._loading(keys, blocks, buffers, routes, timeout_ms, local_only))
 
     def save(
         self,
@@ -275,7 +330,7 @@ class Pool:
         ``ttl_ms``: how long it may stay at most. ``chain``: each key continues the one before it, as prefix keys do; a node
         then never drops one before those behind it. ``local_copy``: the node on this host keeps a copy as well.
         """
-        return self._saving(keys, blocks, buffers, routes, timeout_ms, ttl_ms, chain, local_copy)()
+        return self._saving(keys, blocks, buffers, routes, timeout_ms, ttl_ms, chain, local_copy).now()
 
     def save_async(
         self,
@@ -290,17 +345,17 @@ class Pool:
         local_copy: bool = False,
     ) -> "Future[Outcome]":
         """Starts a :meth:`save` and returns at once. The memory must stay as it is until the future has ended."""
-        return self._workers.submit(self._saving(keys, blocks, buffers, routes, timeout_ms, ttl_ms, chain, local_copy))
+        return self._later(self._saving(keys, blocks, buffers, routes, timeout_ms, ttl_ms, chain, local_copy))
 
     def exists(self, keys: Any, *, routes: Any = None, timeout_ms: int = 1000, local_only: bool = False) -> Outcome:
         """Which keys are there at this moment (``hit`` or ``never_saved``)."""
-        return self._looking(keys, routes, timeout_ms, local_only)()
+        return self._looking(keys, routes, timeout_ms, local_only).now()
 
     def exists_async(
         self, keys: Any, *, routes: Any = None, timeout_ms: int = 1000, local_only: bool = False
     ) -> "Future[Outcome]":
         """Starts an :meth:`exists` and returns at once."""
-        return self._workers.submit(self._looking(keys, routes, timeout_ms, local_only))
+        return self._later(self._looking(keys, routes, timeout_ms, local_only))
 
     def remove(self, keys: Any, *, routes: Any = None, timeout_ms: int = 1000) -> int:
         """Drops values, and the copies of them on this host; how many values there were. What a node that cannot be
@@ -308,16 +363,17 @@ class Pool:
         batch = self._batch(keys, routes, None, timeout_ms)
         removed: list[int] = []
 
-        def ask(peer: Peer, chosen: Indices) -> None:
+        def ask(peer: Peer, chosen: Indices, beside: bool) -> Job:
             link = peer.reach(batch.until)
             request = messages.Remove(peer.space(self._space, batch.until, link), _picked(batch.keys, chosen))
-            removed.append(peer.ask(request, messages.Count, batch.until, link).keys)
+            asked = peer.asking(request, messages.Count, batch.until, link, beside)
+            yield
+            removed.append(asked().keys)
 
         shares, local = self._shares(batch), self._local()
-        every = np.arange(len(batch.keys), dtype=np.int64)
         # The local node counts what it owns and not its copies: it is asked for all keys.
         shares = [(peer, chosen) for peer, chosen in shares if peer is not local]
-        self._on_each(batch, shares if local is None else [(local, every), *shares], ask)
+        self._on_each(batch, shares if local is None else [(local, batch.every), *shares], ask)
         return sum(removed)
 
     def clear(self, *, timeout_ms: int = 1000) -> int:
@@ -334,7 +390,7 @@ class Pool:
             except Unreachable:
                 return
 
-        self._side_by_side([partial(ask, peer) for peer in self._awake()])
+        self._side_by_side([partial(ask, peer) for peer in self._awake()], until)
         return sum(dropped)
 
     # --- life --------------------------------------------------------------------------------------------------------
@@ -357,6 +413,7 @@ class Pool:
             self._closed = True
         if self._pid == os.getpid():
             self._workers.close()
+            self._beside.close()
             self._node.close()
         if self._keep is not None:
             self._keep.close()
@@ -390,12 +447,15 @@ class Pool:
         if self._closed:
             raise NodeClosed("the pool is closed")
         self._awake()
+        every = np.arange(len(listed))
         if where is not None and where.raw and len(where):
-            every = np.arange(len(where))
             spans = where.spans(every, np.zeros(len(where), np.uint64), to_node=not writable)
-            self._node._core.check_memory(moves_of(spans), writable)
+            try:
+                self._node._core.check_memory(moves_of(spans), writable)
+            except NodeClosed:
+                raise NodeClosed("the pool is closed") from None
         codes = np.full(len(listed), TIMEOUT if self._membership is not None else POOL_OFF, np.uint8)
-        return _Batch(listed, routed, where, began, until, codes)
+        return _Batch(listed, routed, where, began, until, codes, every)
 
     def _values(self, blocks: Any, buffers: Any) -> Callable[[int], Values]:
         if (blocks is None) == (buffers is None):
@@ -407,17 +467,15 @@ class Pool:
             raise InvalidArgument("blocks= counts the blocks of what was registered: call register(...) first")
         return lambda count: of_blocks(memories, blocks, count, memories)
 
-    def _loading(
-        self, keys: Any, blocks: Any, buffers: Any, routes: Any, timeout_ms: int, local_only: bool
-    ) -> Callable[[], Outcome]:
+    def _loading(self, keys: Any, blocks: Any, buffers: Any, routes: Any, timeout_ms: int, local_only: bool) -> _Call:
         batch = self._batch(keys, routes, self._values(blocks, buffers), timeout_ms, writable=True)
         local, space = truth("local_only", local_only), self._space_of(buffers)
 
         def load() -> Outcome:
-            self._read(batch, local, lambda *share: self._load_from(space, batch, *share))
+            self._read(batch, local, partial(self._load_from, batch, space))
             return self._counted_up(batch)
 
-        return load
+        return _Call(batch, load, partial(self._counted_up, batch))
 
     def _saving(
         self,
@@ -429,7 +487,7 @@ class Pool:
         ttl_ms: int | None,
         chain: bool,
         local_copy: bool,
-    ) -> Callable[[], Outcome]:
+    ) -> _Call:
         batch = self._batch(keys, routes, self._values(blocks, buffers), timeout_ms)
         ttl = None if ttl_ms is None else whole("ttl_ms", ttl_ms, least=1)
         chained, space = truth("chain", chain), self._space_of(buffers)
@@ -437,92 +495,134 @@ class Pool:
 
         def save() -> Outcome:
             shares = self._shares(batch)
-            self._on_each(
-                batch, shares, lambda peer, chosen: self._save_to(peer, space, batch, chosen, chained, ttl, False)
-            )
+            self._on_each(batch, shares, partial(self._save_to, batch, space, {} if chained else None, ttl, False))
             if copied:
-                self._copy_locally(shares, space, batch, chained, ttl)
+                copying = partial(self._save_to, batch, space, {} if chained else None, ttl, True)
+                self._copy_locally(batch, shares, copying)
             return self._counted_up(batch)
 
-        return save
+        return _Call(batch, save, partial(self._counted_up, batch))
 
-    def _looking(self, keys: Any, routes: Any, timeout_ms: int, local_only: bool) -> Callable[[], Outcome]:
+    def _looking(self, keys: Any, routes: Any, timeout_ms: int, local_only: bool) -> _Call:
         batch = self._batch(keys, routes, None, timeout_ms)
         local, space = truth("local_only", local_only), self._space
 
-        def look(peer: Peer, chosen: Indices, until: float) -> None:
+        def look(peer: Peer, chosen: Indices, beside: bool, until: float) -> Job:
             link = peer.reach(until)
             request = messages.Exists(peer.space(space, until, link), _picked(batch.keys, chosen))
-            flags = peer.ask(request, messages.Flags, until, link)
-            batch.codes[chosen] = np.frombuffer(flags.codes, np.uint8)
+            asked = peer.asking(request, messages.Flags, until, link, beside)
+            yield
+            batch.codes[chosen] = np.frombuffer(asked().codes, np.uint8)
 
         def exists() -> Outcome:
             self._read(batch, local, look)
             return batch.outcome()
 
-        return exists
+        return _Call(batch, exists, batch.outcome)
+
+    def _later(self, call: _Call) -> "Future[Outcome]":
+        return self._workers.submit(call.now, call.batch.until, call.late)
 
     def _space_of(self, buffers: Any) -> Space:
         space = self._space
         return space if buffers is None else Space(space.namespace, space.domain, b"", space.quota_bytes)
 
-    def _read(self, batch: _Batch, local_only: bool, do: Callable[[Peer, Indices, float], None]) -> None:
-        """``do(peer, chosen, until)``: the node on this host is asked for all keys, then each owner for what is missing.
+    def _read(self, batch: _Batch, local_only: bool, begin: Callable[[Peer, Indices, bool, float], Job]) -> None:
+        """``begin(peer, part, beside, until)``: the node on this host is asked for all keys, then each owner for what is
+        missing.
 
         ``until`` is for asking alone. The local node, which may be the one that stands still, has a part of the time.
         """
 
-        def asked_for_long(peer: Peer, chosen: Indices) -> None:
-            do(peer, chosen, batch.until)
+        def for_long(peer: Peer, part: Indices, beside: bool) -> Job:
+            return begin(peer, part, beside, batch.until)
 
-        every = np.arange(len(batch.keys), dtype=np.int64)
         if local_only:
             local = self._local(batch.until)
             if local is not None:
-                self._on_each(batch, [(local, every)], asked_for_long)
+                self._on_each(batch, [(local, batch.every)], for_long)
             elif self._membership is not None:
                 batch.codes[:] = NEVER_SAVED
             return
-        shares, local = self._shares(batch), self._local()
+        shares = self._shares(batch)
+        local = self._local() if len(self._routed[1]) > 1 else None
         if local is not None and any(peer is not local for peer, _ in shares) and local.prompt:
-            answered = np.zeros(len(batch.keys), np.bool_)
-            for part in self._parts(batch, every):
-                now = time.monotonic()
-                try:
-                    do(local, part, now + (batch.until - now) / LOCAL_FIRST)
-                except Unreachable:
-                    local.late(now)
-                    break
-                answered[part] = True
-            missing = ~SUCCESSES[batch.codes]
-            left = [(peer, chosen[missing[chosen] & ~(answered[chosen] & (peer is local))]) for peer, chosen in shares]
-            shares = [share for share in left if len(share[1])]
-        self._on_each(batch, shares, asked_for_long)
 
-    def _on_each(self, batch: _Batch, shares: list[tuple[Peer, Indices]], do: Callable[[Peer, Indices], None]) -> None:
-        """``do`` for each share, side by side; a node that cannot be asked leaves its word to its keys."""
+            def for_a_moment(peer: Peer, part: Indices, beside: bool) -> Job:
+                now = time.monotonic()
+                return begin(peer, part, beside, now + (batch.until - now) / LOCAL_FIRST)
+
+            began = time.monotonic()
+            lost = self._in_parts(batch, local, batch.every, for_a_moment, alone=True)
+            if lost:
+                local.late(began)
+            missing = ~SUCCESSES[batch.codes]
+            again = np.zeros(len(batch.keys), np.bool_)  # what the local node owns and has not answered for
+            for part, _ in lost:
+                again[part] = True
+            left = [(peer, chosen[missing[chosen] & (again[chosen] | (peer is not local))]) for peer, chosen in shares]
+            shares = [share for share in left if len(share[1])]
+        self._on_each(batch, shares, for_long)
+
+    def _on_each(self, batch: _Batch, shares: list[tuple[Peer, Indices]], begin: Begin) -> None:
+        """Each share in parts, side by side; a node that cannot be asked leaves its word to its keys."""
 
         def carry_out(peer: Peer, chosen: Indices) -> None:
-            for part in self._parts(batch, chosen):
-                try:
-                    do(peer, part)
-                except Unreachable as why:
-                    rest = chosen[np.searchsorted(chosen, part[0]) :]
-                    waiting = rest[~SUCCESSES[batch.codes[rest]]]
-                    batch.codes[waiting] = code_of(why.word)
-                    return
+            for part, why in self._in_parts(batch, peer, chosen, begin, alone=len(shares) == 1):
+                batch.lost(part, why.word)
 
-        self._side_by_side([partial(carry_out, *share) for share in shares])
+        late = [partial(batch.lost, chosen, "timeout") for _, chosen in shares]
+        self._side_by_side([partial(carry_out, *share) for share in shares], batch.until, late)
 
-    def _side_by_side(self, jobs: Sequence[Callable[[], None]]) -> None:
-        """The first on this thread. Ends when all have ended, and raises what one of them raises."""
-        others = [self._beside.submit(job) for job in jobs[1:]]
+    def _in_parts(
+        self, batch: _Batch, peer: Peer, chosen: Indices, begin: Begin, *, alone: bool
+    ) -> list[tuple[Indices, Unreachable]]:
+        """One part after the other, each some stages behind the one before it. Those for which the node could not be
+        asked, and why; after the first of them no other part is begun. ``alone``: no other thread works for this batch."""
+        parts = self._parts(batch, chosen)
+        if alone and len(parts) == 1:
+            try:
+                for _ in begin(peer, chosen, False):
+                    pass
+            except Unreachable as why:
+                return [(chosen, why)]
+            return []
+        lost: list[tuple[Indices, Unreachable]] = []
+        coming = deque(parts)
+        under_way: list[_Part] = []
         try:
-            for job in jobs[:1]:
-                job()
+            while coming or under_way:
+                if coming and lost:
+                    lost.extend((part, lost[0][1]) for part in coming)
+                    coming.clear()
+                elif coming:
+                    part = coming.popleft()
+                    under_way.append(_Part(part, begin(peer, part, True)))
+                for one in sorted(under_way, key=_Part.turn):
+                    try:
+                        next(one.job)
+                        one.stage += 1
+                        continue
+                    except StopIteration:
+                        pass
+                    except Unreachable as why:
+                        lost.append((one.keys, why))
+                    under_way.remove(one)
         finally:
-            for future in others:  # whatever has happened here: nothing moves any more when this call has ended
-                future.settle()
+            for one in under_way:  # something else went wrong: nothing moves any more when this call has ended
+                one.job.close()
+        return lost
+
+    def _side_by_side(
+        self, jobs: Sequence[Callable[[], None]], until: float, late: Sequence[Callable[[], None]] = ()
+    ) -> None:
+        """The first on this thread. Ends when all have ended, or by what the first of them raises. ``late``: what is done
+        instead of each if no thread is free for it before ``until``."""
+        if not jobs:
+            return
+        late = late or [lambda: None] * len(jobs)
+        others = [self._beside.submit(job, until, instead) for job, instead in zip(jobs[1:], late[1:], strict=True)]
+        jobs[0]()
         for future in others:
             future.wait()
 
@@ -535,7 +635,7 @@ class Pool:
                 batch.codes[:] = NODE_LOST
             return []
         if len(peers) == 1:
-            return [(peers[0], np.arange(len(batch.keys), dtype=np.int64))]
+            return [(peers[0], batch.every)]
         digests = routing.digests(batch.keys if batch.routes is None else batch.routes)
         owners = routing.owners(digests, members)
         return [(peers[i], np.flatnonzero(owners == i)) for i in range(len(peers)) if (owners == i).any()]
@@ -543,7 +643,8 @@ class Pool:
     def _parts(self, batch: _Batch, chosen: Indices) -> list[Indices]:
         """``chosen`` in order, in parts that are asked for at once."""
         if batch.values is None or not len(chosen):
-            return [chosen[at : at + KEYS_AT_A_TIME] for at in range(0, len(chosen), KEYS_AT_A_TIME)]
+            step = LOOKED_FOR_AT_A_TIME
+            return [chosen[at : at + step] for at in range(0, len(chosen), step)]
         sizes = batch.values.totals[chosen]
         if len(chosen) <= KEYS_AT_A_TIME and int(sizes.sum()) <= BYTES_AT_A_TIME:
             return [chosen]
@@ -556,7 +657,7 @@ class Pool:
             begin = end
         return parts
 
-    def _load_from(self, space: Space, batch: _Batch, peer: Peer, chosen: Indices, until: float) -> None:
+    def _load_from(self, batch: _Batch, space: Space, peer: Peer, chosen: Indices, beside: bool, until: float) -> Job:
         values = batch.values
         assert values is not None
         link = peer.reach(until)
@@ -567,28 +668,35 @@ class Pool:
             ms_left(batch.until),
             peer.released(link),
         )
-        leased = peer.ask(request, messages.Leased, until, link)
+        asked = peer.asking(request, messages.Leased, until, link, beside)
+        yield
+        leased = asked()
         codes = np.frombuffer(leased.codes, np.uint8).copy()
         hits = np.flatnonzero(codes == HIT)
         if len(hits):
-            windows = np.frombuffer(leased.window_of, np.uint16)
             offsets = np.frombuffer(leased.offsets, np.uint64)
-            seeds = expected = None
+            expected = None
             if leased.checksums and self._verifies(peer):
                 expected = np.frombuffer(leased.checksums, np.uint64)
-                seeds = _seeds(space, batch.keys, chosen[hits])
+            moving: list[tuple[Indices, Moving]] = []
             try:
-                for number, name in enumerate(leased.windows):
-                    mine = np.flatnonzero(windows == number)
-                    which = chosen[hits[mine]]
-                    way = pulling(link, name, leased.resolutions[number])
-                    word, sums = moved(way, values, which, offsets[mine], batch.until, _at(seeds, mine))
+                for mine, number in _by_window(leased.window_of, len(leased.windows)):
+                    spans = values.spans(chosen[hits[mine]], offsets[mine], to_node=False)
+                    way = pulling(link, leased.windows[number], leased.resolutions[number])
+                    moving.append((mine, batch.move(way, spans, beside)))
+                yield
+                for mine, move in moving:
+                    word = move.end()
                     if word:
                         codes[hits[mine]] = code_of(word)
                     elif expected is not None:
+                        which = chosen[hits[mine]]
+                        sums = values.checksums(which, _seeds(space, batch.keys, which))
                         wrong = (sums != expected[mine]) & (expected[mine] != NO_CHECKSUM)
                         codes[hits[mine[wrong]]] = CORRUPTED
             finally:
+                for _, move in moving:
+                    move.give_up()
                 peer.release(link, leased.lease, int(values.totals[chosen[hits]].sum()))
             batch.moved(int(values.totals[chosen[codes == HIT]].sum()))
             if (codes == CORRUPTED).any():
@@ -596,57 +704,78 @@ class Pool:
         batch.codes[chosen] = codes
 
     def _save_to(
-        self, peer: Peer, space: Space, batch: _Batch, chosen: Indices, chain: bool, ttl: int | None, copy: bool
-    ) -> None:
+        self,
+        batch: _Batch,
+        space: Space,
+        ends: dict[Peer, bytes] | None,
+        ttl: int | None,
+        copy: bool,
+        peer: Peer,
+        chosen: Indices,
+        beside: bool,
+    ) -> Job:
+        """``ends``: of a chain, with which key the part before this one has ended at each node."""
         values = batch.values
         assert values is not None
+        continues = None
+        if ends is not None:
+            continues, ends[peer] = ends.get(peer, b""), batch.keys[chosen[-1]]
         link = peer.reach(batch.until)
         request = messages.Reserve(
             peer.space(space, batch.until, link),
             _picked(batch.keys, chosen),
             values.totals[chosen].tobytes(),
-            chain,
+            continues,
             ttl,
             ms_left(batch.until),
             copy,
             peer.released(link),
         )
-        reserved = peer.ask(request, messages.Reserved, batch.until, link)
+        asked = peer.asking(request, messages.Reserved, batch.until, link, beside)
+        yield
+        reserved = asked()
         codes = np.frombuffer(reserved.codes, np.uint8).copy()
         places = np.flatnonzero(codes == SAVED)
         if len(places):
-            windows = np.frombuffer(reserved.window_of, np.uint16)
             offsets = np.frombuffer(reserved.offsets, np.uint64)
             failed: list[int] = []
             size_bytes = 0
-            seeds, checksums = None, np.zeros(0, np.uint64)
-            if self._verifies(peer) or (self._checksum == "auto" and peer.beyond_host):
-                seeds, checksums = _seeds(space, batch.keys, chosen[places]), np.zeros(len(places), np.uint64)
+            checksums = np.zeros(0, np.uint64)
+            summed = self._verifies(peer) or (self._checksum == "auto" and peer.beyond_host)
+            if summed:
+                checksums = np.zeros(len(places), np.uint64)
+            moving: list[tuple[Indices, Moving]] = []
             committed = False
             try:
-                for number, name in enumerate(reserved.windows):
-                    mine = np.flatnonzero(windows == number)
+                for mine, number in _by_window(reserved.window_of, len(reserved.windows)):
+                    spans = values.spans(chosen[places[mine]], offsets[mine], to_node=True)
+                    moving.append((mine, batch.move(pushing(link, reserved.windows[number]), spans, beside)))
+                yield
+                for mine, move in moving:
                     which = chosen[places[mine]]
-                    word, sums = moved(pushing(link, name), values, which, offsets[mine], batch.until, _at(seeds, mine))
+                    word = move.end()
                     if word:
                         codes[places[mine]] = code_of(word)
                         failed += mine.tolist()
                         continue
                     size_bytes += int(values.totals[which].sum())
-                    if seeds is not None:
-                        checksums[mine] = sums
+                    if summed:
+                        checksums[mine] = values.checksums(which, _seeds(space, batch.keys, which))
                 commit = messages.Commit(reserved.reservation, failed, checksums.tobytes())
-                flags = peer.ask(commit, messages.Flags, batch.until, link)
+                published = peer.asking(commit, messages.Flags, batch.until, link, beside)
+                yield
+                flags = np.frombuffer(published().codes, np.uint8)
                 committed = True
             except Unreachable as why:
                 codes[places] = code_of(why.word)
             finally:
+                for _, move in moving:
+                    move.give_up()
                 if not committed:  # nothing of it is published; the node has its places back at once
                     everything = list(range(len(places)))
                     peer.tell(link, messages.Commit(reserved.reservation, everything, b""))
             if committed:
-                published = np.frombuffer(flags.codes, np.uint8)
-                codes[places] = np.where(SUCCESSES[codes[places]], published, codes[places])
+                codes[places] = np.where(SUCCESSES[codes[places]], flags, codes[places])
                 if not copy:
                     batch.moved(size_bytes)
         if not copy:
@@ -662,9 +791,7 @@ class Pool:
         except Unreachable:
             return
 
-    def _copy_locally(
-        self, shares: list[tuple[Peer, Indices]], space: Space, batch: _Batch, chain: bool, ttl: int | None
-    ) -> None:
+    def _copy_locally(self, batch: _Batch, shares: list[tuple[Peer, Indices]], begin: Begin) -> None:
         """Of what was saved in this call: what was there already may be other bytes than the caller's."""
         local = self._local()
         if local is None or not local.prompt:
@@ -674,12 +801,8 @@ class Pool:
             if peer is local:
                 saved[chosen] = False
         began = time.monotonic()
-        for part in self._parts(batch, np.flatnonzero(saved)):
-            try:
-                self._save_to(local, space, batch, part, chain, ttl, True)
-            except Unreachable:
-                local.late(began)
-                return
+        if self._in_parts(batch, local, np.flatnonzero(saved), begin, alone=True):
+            local.late(began)
 
     def _counted_up(self, batch: _Batch) -> Outcome:
         counts = np.bincount(batch.codes, minlength=len(messages.WORDS))
@@ -738,11 +861,29 @@ class Pool:
             with suppress(Unreachable):
                 peer.reach(until)
 
-        self._side_by_side([partial(reach, peer) for peer in peers])
+        self._side_by_side([partial(reach, peer) for peer in peers], until)
 
 
-def _at(seeds: U64 | None, which: Indices) -> U64 | None:
-    return None if seeds is None else seeds[which]
+class _Part:
+    """A part under way, and how many of its stages are behind it."""
+
+    __slots__ = ("job", "keys", "stage")
+
+    def __init__(self, keys: Indices, job: Job) -> None:
+        self.keys, self.job, self.stage = keys, job, 0
+
+    def turn(self) -> int:
+        return TURNS[self.stage]
+
+
+def _by_window(window_of: bytes, windows: int) -> Iterator[tuple[Indices, int]]:
+    """For each window the places in it."""
+    numbers = np.frombuffer(window_of, np.uint16)
+    if windows == 1:
+        yield np.arange(len(numbers)), 0
+    else:
+        for number in range(windows):
+            yield np.flatnonzero(numbers == number), number
 
 
 def _seeds(space: Space, keys: list[bytes], chosen: Indices) -> U64:

@@ -21,7 +21,7 @@ __all__ = [
     "encode",
 ]
 
-VERSION = 1  # of these messages; a client and a node of different versions do not talk
+VERSION = 2  # of these messages; a client and a node of different versions do not talk
 LONGEST_KEY = 255  # bytes
 MOST_KEYS = 1 << 16  # of one request: all others wait while a node answers it
 
@@ -82,13 +82,13 @@ class Release(msgspec.Struct, array_like=True, tag=4):
 
 
 class Reserve(msgspec.Struct, array_like=True, tag=5):
-    """Places for values that are about to come. ``chain``: each key continues the one before it. ``released``: earlier
-    leases, which would be in the way."""
+    """Places for values that are about to come. ``continues``: each key continues the one before it, and the first one
+    this key, if it is not empty; None: they are no chain. ``released``: earlier leases, which would be in the way."""
 
     space: int
     keys: list[bytes]
     sizes: bytes
-    chain: bool
+    continues: bytes | None
     ttl_ms: int | None
     left_ms: int
     copy: bool  # a copy of what another node owns: goes first

@@ -28,7 +28,7 @@ from kvferry.options import PoolOptions, parse_size, whole
 from kvferry.pool import messages
 from kvferry.pool.arena import GRANULE
 from kvferry.pool.messages import code_of
-from kvferry.pool.store import CHAIN, Lease, Reservation, Space, Store
+from kvferry.pool.store import Lease, Reservation, Space, Store
 from kvferry.pool.words import FULL, RESERVED
 
 __all__ = ["PoolNode", "Private", "main", "serve"]
@@ -274,7 +274,7 @@ class PoolNode:
             self._space(request.space, call),
             request.keys,
             sizes,
-            parents=CHAIN if request.chain else None,
+            parents=None if request.continues is None else [request.continues or None, *request.keys[:-1]],
             ttl_ms=request.ttl_ms,
             owner=call.link_id,
             until=_until(now, request.left_ms),

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
-from kvferry.errors import DeadlineExceeded, InvalidArgument, KvferryError, NodeClosed
+from kvferry.errors import DeadlineExceeded, InvalidArgument, KvferryError
+from kvferry.options import LONGEST_MS
 from kvferry.pool import messages
 
 if TYPE_CHECKING:
@@ -93,14 +94,28 @@ class Peer:
         :raises Unreachable: none came in time. :raises InvalidArgument: the node says that the request is wrong.
         """
         link = link or self.reach(until)
-        try:
+        with REACHING:
             raw = link.call(messages.encode(request), timeout_ms=_ms_left(until))
-        except DeadlineExceeded as error:
-            raise Unreachable("timeout", str(error)) from None
-        except InvalidArgument:
-            raise
-        except KvferryError as error:
-            raise Unreachable("node_lost", str(error)) from None
+        return self._answer(raw, expected, link)
+
+    def asking(
+        self, request: messages.Request, expected: type[A], until: float, link: "Link", beside: bool
+    ) -> Callable[[], A]:
+        """The same in two steps: what :meth:`ask` gives or raises comes from what this returns. ``beside``: the node is
+        asked now; else only then, which is quicker for whoever has nothing to do meanwhile."""
+        if not beside:
+            return lambda: self.ask(request, expected, until, link)
+        with REACHING:
+            waiting = link._core.call_async(messages.encode(request), _ms_left(until))
+
+        def answer() -> A:
+            with REACHING:
+                raw = waiting.wait(LONGEST_MS)  # its own deadline ends it
+            return self._answer(raw, expected, link)
+
+        return answer
+
+    def _answer(self, raw: bytes, expected: type[A], link: "Link") -> A:
         try:
             answer = messages.decode_answer(raw)
         except msgspec.DecodeError as error:
@@ -182,8 +197,6 @@ class Peer:
                 raise Unreachable("node_lost", "there is no pool node")
             link = self._node.link(where, timeout_ms=min(_ms_left(until), LONGEST_LINKING_MS))
         except (KvferryError, Unreachable, OSError) as error:
-            if isinstance(error, NodeClosed):
-                raise
             self._attempts += 1
             self._not_before = now + PAUSE_S[min(self._attempts, len(PAUSE_S)) - 1]
             self.why_not = str(error)
@@ -206,6 +219,24 @@ class Peer:
                 link.unlink(force=True)
             except KvferryError:
                 return
+
+
+class _Reaching:
+    """What goes wrong on the way to a node and back, as Unreachable."""
+
+    __slots__ = ()
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, DeadlineExceeded):
+            raise Unreachable("timeout", str(error)) from None
+        if isinstance(error, KvferryError) and not isinstance(error, InvalidArgument):
+            raise Unreachable("node_lost", str(error)) from None
+
+
+REACHING = _Reaching()
 
 
 def _ms_left(until: float) -> int:

@@ -2,14 +2,13 @@
 
 import queue
 import threading
+import time
 from collections.abc import Callable, Generator
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from heapq import heappop, heappush
+from typing import Any, Generic, TypeVar
 
-from kvferry.errors import DeadlineExceeded, NodeClosed
+from kvferry.errors import DeadlineExceeded
 from kvferry.options import checked_timeout
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = ["Future", "Workers"]
 
@@ -99,29 +98,48 @@ class Future(Generic[T]):
         return f"<Future: {'ended' if self.done() else 'under way'}>"
 
 
+class _Job:
+    """``taken``: somebody carries it out, or its time was over before anybody could."""
+
+    __slots__ = ("future", "late", "taken", "work")
+
+    def __init__(self, future: Future[Any], work: Callable[[], Any], late: Callable[[], Any]) -> None:
+        self.future, self.work, self.late, self.taken = future, work, late, False
+
+
 class Workers:
-    """Up to ``most`` daemon threads, made when there is work and none is idle."""
+    """Up to ``most`` daemon threads, made when there is work and none is idle, and one that looks at the clock while work
+    waits for a thread."""
 
     def __init__(self, name: str, most: int) -> None:
         self._name, self._most = name, most
         self._lock = threading.Lock()
-        self._queue: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
+        self._changed = threading.Condition(self._lock)
+        self._queue: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._waiting: list[tuple[float, int, _Job]] = []  # by the end of their time
+        self._serial = 0
+        self._watched = False
         self._threads = 0
         self._idle = 0
         self._closed = False
 
-    def submit(self, work: Callable[[], T]) -> "Future[T]":
-        """Has ``work`` run on one of the threads."""
+    def submit(self, work: Callable[[], T], until: float, late: Callable[[], T]) -> "Future[T]":
+        """Has ``work`` run on one of the threads, or ``late`` if none is free for it before ``until`` (monotonic clock), or
+        they are closed."""
         future: Future[T] = Future()
+        job = _Job(future, work, late)
         with self._lock:
-            if self._closed:
-                raise NodeClosed("the pool is closed")
-            if self._idle > 0:
-                self._idle -= 1
-            elif self._threads < self._most:
-                self._threads += 1
-                threading.Thread(target=self._serve, name=self._name, daemon=True).start()
-            self._queue.put((future, work))
+            if not self._closed:
+                if self._idle > 0:
+                    self._idle -= 1
+                elif self._threads < self._most:
+                    self._threads += 1
+                    threading.Thread(target=self._serve, name=self._name, daemon=True).start()
+                else:
+                    self._watch_for(job, until)
+                self._queue.put(job)
+                return future
+        future.run(late)
         return future
 
     def close(self) -> None:
@@ -133,10 +151,44 @@ class Workers:
 
     def _serve(self) -> None:
         while (job := self._queue.get()) is not None:
-            future, work = job
+            if self._take(job):
+                job.future.run(job.work)
             del job
-            future.run(work)
-            del future, work
             with self._lock:
                 if self._queue.empty():
                     self._idle += 1
+
+    def _take(self, job: _Job) -> bool:
+        with self._lock:
+            if job.taken:
+                return False
+            job.taken = True
+            if self._waiting:
+                self._changed.notify()
+            return True
+
+    def _watch_for(self, job: _Job, until: float) -> None:
+        self._serial += 1
+        heappush(self._waiting, (until, self._serial, job))
+        if self._watched:
+            self._changed.notify()
+        else:
+            self._watched = True
+            threading.Thread(target=self._watch, name=f"{self._name}-clock", daemon=True).start()
+
+    def _watch(self) -> None:
+        while True:
+            with self._lock:
+                while self._waiting and self._waiting[0][2].taken:
+                    heappop(self._waiting)
+                if not self._waiting:
+                    self._watched = False
+                    return
+                until, _, job = self._waiting[0]
+                left = until - time.monotonic()
+                if left > 0:
+                    self._changed.wait(left)
+                    continue
+                job.taken = True
+            job.future.run(job.late)
+            del job

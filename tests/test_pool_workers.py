@@ -1,0 +1,40 @@
+"""Threads beside the caller: work that none is free for ends in time, and nothing of them is left behind."""
+
+import threading
+import time
+
+import pytest
+
+from kvferry.pool.workers import Workers
+from pool_support import until
+
+pytestmark = pytest.mark.quick
+
+
+def test_work_that_no_thread_is_free_for_ends_when_its_time_is_over() -> None:
+    workers, free = Workers("test", 2), threading.Event()
+    now = time.monotonic()
+    long = [workers.submit(lambda: free.wait(20), now + 60, lambda: False) for _ in range(2)]
+    later = workers.submit(lambda: "done", now + 60, lambda: "late")
+    first = workers.submit(lambda: "done", now + 0.3, lambda: "late")
+    assert first.wait(10_000) == "late"
+    assert time.monotonic() - now >= 0.3 and not later.done()
+    free.set()
+    assert [one.wait(10_000) for one in long] == [True, True] and later.wait(10_000) == "done"
+    workers.close()
+    until(lambda: not [thread for thread in threading.enumerate() if thread.name.startswith("test")])
+
+
+def test_work_for_closed_workers_is_late() -> None:
+    workers = Workers("test", 2)
+    workers.close()
+    assert workers.submit(lambda: "done", time.monotonic() + 60, lambda: "late").wait(0) == "late"
+
+
+def test_much_work_is_all_done_by_few_threads() -> None:
+    workers, done = Workers("test", 3), []
+    futures = [workers.submit(lambda n=n: done.append(n), time.monotonic() + 60, lambda: None) for n in range(1000)]
+    for future in futures:
+        future.wait(10_000)
+    assert sorted(done) == list(range(1000))
+    workers.close()
