@@ -154,11 +154,9 @@ def _peer_contender(peer: Peer, work: Work) -> Contender:
 def _against_peers(case: Bulk, mine: Figure | None, turns: Turns) -> Iterator[Row]:
     """One more row for each peer: its best way of running against ours."""
     for package, times in case.peers:
-        figures = {name: f for name, f in turns.others.items() if name.startswith(package) and f.values}
-        if figures:
-            name, best = max(figures.items(), key=lambda item: item[1].median)
+        if best := turns.best_of(package):
             target = f">= {times:.1f} times {package}" if times else ""
-            yield _row(f"{case.name}:{package}", case, mine, name, best, times, target, turns.steady)
+            yield _row(f"{case.name}:{package}", case, mine, *best, times, target, turns.steady)
 
 
 def _row(

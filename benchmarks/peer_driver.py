@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from limits import Limits, PrivateMemory, Work, process_clock
+from limits import Limits, PrivateMemory, Work, end_with_parent, process_clock
 from peers import Way
 
 
@@ -208,26 +208,31 @@ def run_puller(way: Way, limits: Limits, work: Work, owner: subprocess.Popen[byt
         say(seconds=seconds, cpu_s=cpu_s)
 
 
-def main() -> None:
+def run(way: Way, limits: Limits, work: Work, owner: bool) -> None:
+    if owner:
+        run_owner(way, limits, work)
+        return
+    command = [sys.executable, *sys.argv, "--owner"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as started:
+        run_puller(way, limits, work, started)
+
+
+def main(run: Callable[[Way, Limits, Work, bool], None]) -> None:
+    """The root of a driver's process: what fails in ``run`` is said to the driving end."""
     parser = argparse.ArgumentParser()
     parser.add_argument("way", type=json.loads)
     parser.add_argument("library")
     parser.add_argument("work", type=json.loads)
     parser.add_argument("--owner", action="store_true")
     options = parser.parse_args()
-    way, work, limits = Way(**options.way), Work(**options.work), Limits(options.library)
+    end_with_parent()
     logging.disable(logging.WARNING)
     try:
-        if options.owner:
-            run_owner(way, limits, work)
-        else:
-            command = [sys.executable, *sys.argv, "--owner"]
-            with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as owner:
-                run_puller(way, limits, work, owner)
-    except Exception as error:  # noqa: BLE001  the root of this process: the driving end hears of it
+        run(Way(**options.way), Limits(options.library), Work(**options.work), options.owner)
+    except Exception as error:  # noqa: BLE001  the driving end hears of it
         say(error=f"{type(error).__name__}: {error}")
     os._exit(0)  # the NIXL wheel crashes at a normal exit
 
 
 if __name__ == "__main__":
-    main()
+    main(run)

@@ -1,7 +1,8 @@
-"""NIXL and Mooncake on the same bytes: the ways in which they are run, and the end that drives peer_driver.py.
+"""NIXL and Mooncake on the same bytes: the ways in which they are run, and the end that drives their drivers.
 
-The driver is a puller that starts an owner of its own; both are stopped (SIGSTOP) except during their own rounds, since
-a NIXL progress thread and a Mooncake caller spin. It overwrites and compares like our own puller. Uses nothing of the
+peer_driver.py is a puller that starts an owner of its own, store_driver.py the user of a Mooncake Store that it starts;
+all their processes are stopped (SIGSTOP) except during their own rounds, since a NIXL progress thread and a Mooncake
+caller spin. A driver overwrites and compares like our own puller. Uses nothing of the
 peers but their public Python calls.
 """
 
@@ -33,12 +34,14 @@ ANSWER_S = 60.0
 @dataclass(frozen=True, slots=True)
 class Way:
     """One way of running a peer. ``drives`` tells how the owner's engine moves on: a "thread" of its own (which
-    spins), the owner's main "loop" (spins too), or "nothing"."""
+    spins), the owner's main "loop" (spins too), or "nothing". ``values`` is set for a store, and tells where it keeps
+    them: in the "shared" memory of another process, in the process that asks ("own"), or in one asked over "tcp"."""
 
     name: str
     package: str
     drives: str = "nothing"
     settings: tuple[tuple[str, str], ...] = ()
+    values: str = ""
 
 
 OVER_LOOPBACK = (("UCX_TLS", "tcp"), ("UCX_NET_DEVICES", "lo"))
@@ -48,6 +51,14 @@ NIXL_TCP = [
     Way("nixl tcp, thread", "nixl", "thread", OVER_LOOPBACK),
 ]
 MOONCAKE_TCP = [Way("mooncake tuned", "mooncake", "nothing", tuple(TUNED_MOONCAKE.items()))]
+STORE_SAME_HOST = [
+    Way("mooncake store, shared memory", "mooncake", values="shared"),
+    Way("mooncake store, memory of its own", "mooncake", settings=(("MC_STORE_MEMCPY", "1"),), values="own"),
+]
+STORE_TCP = [
+    Way("mooncake store, tcp", "mooncake", values="tcp"),
+    Way("mooncake store, tcp tuned", "mooncake", settings=tuple(TUNED_MOONCAKE.items()), values="tcp"),
+]
 
 
 class PeerUnavailable(Exception):
@@ -58,11 +69,13 @@ class Peer:
     """The driving end, in the benchmark's own process."""
 
     def __init__(self, way: Way, python: str, library: Path, work: Work) -> None:
-        self.way, self._failed = way, False
-        driver = Path(__file__).with_name("peer_driver.py")
+        self.way, self.work, self._failed = way, work, False
+        driver = Path(__file__).with_name("store_driver.py" if way.values else "peer_driver.py")
         arguments = [python, str(driver), json.dumps(asdict(way)), str(library), json.dumps(asdict(work))]
-        if way.package == "mooncake" and networks.allowed():
-            arguments = [*networks.ON_LOOPBACK, *arguments]  # Mooncake listens on every address
+        if way.package == "mooncake":
+            if not networks.allowed():
+                raise PeerUnavailable(f"{way.name} listens on every address; root, unshare and ip keep it to loopback")
+            arguments = [*networks.ON_LOOPBACK, *arguments]
         self._process = subprocess.Popen(
             arguments,
             stdin=subprocess.PIPE,
@@ -80,12 +93,13 @@ class Peer:
 
     def round(self) -> Any:
         """Seconds and CPU seconds of one checked round; empty once the peer has failed."""
-        return self._ask("round")
+        return self.ask("round")
 
     def latencies(self, count: int) -> Any:
-        return self._ask(f"latencies {count}")
+        return self.ask(f"latencies {count}")
 
-    def _ask(self, what: str) -> Any:
+    def ask(self, what: str) -> Any:
+        """The driver's answer to one command; empty once the peer has failed."""
         if self._failed:
             return {}
         self._signal(signal.SIGCONT)

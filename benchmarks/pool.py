@@ -1,7 +1,8 @@
 """Measures the pool against what this machine can do: `python benchmarks/pool.py [--case NAME …] [--json FILE]`.
 
 One pool node in a process of its own, this process as its client; the limits are measured in turns with it, between two
-further processes. README.md beside this file says what each case and each limit is and how to read the figures.
+further processes, and so is Mooncake's Store where it is installed (`--mooncake-python PYTHON`). README.md beside this
+file says what each case and each limit is and how to read the figures.
 """
 
 from __future__ import annotations
@@ -15,15 +16,17 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import stores
 from bench import Bench, add_options
-from limits import KIB, LimitsUnavailable, Work, build, one_piece, process_clock
+from limits import KIB, LimitsUnavailable, Work, build, end_with_parent, one_piece, process_clock
 from pair import Pair
+from peers import STORE_SAME_HOST, STORE_TCP
 from table import HEADER, Row, lines, machine, write_json
 from turns import Contender, Figure, Turns, Value, in_turns, until_steady
 
@@ -53,13 +56,15 @@ class Node:
         self._folder = tempfile.TemporaryDirectory(prefix="kvferry-benchmark-")
         where = "127.0.0.1:0" if tcp else f"unix:{self._folder.name}/pool.sock"
         command = [sys.executable, "-m", "kvferry.pool.node", "--listen", where, "--memory", memory]
-        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, preexec_fn=end_with_parent)
         self.pid = self._process.pid
         assert self._process.stdout is not None
-        if not select.select([self._process.stdout], [], [], 20)[0]:
-            raise RuntimeError("the pool node did not start")
         # "kvferry pool node at ADDRESS: 1.00 GiB ..."
-        self.address = self._process.stdout.readline().removeprefix("kvferry pool node at ").partition(": ")[0]
+        said = self._process.stdout.readline() if select.select([self._process.stdout], [], [], 20)[0] else ""
+        if not said:
+            self.__exit__()
+            raise RuntimeError("the pool node did not start")
+        self.address = said.removeprefix("kvferry pool node at ").partition(": ")[0]
 
     def anonymous_bytes(self) -> int:
         words = Path(f"/proc/{self.pid}/status").read_text().split("RssAnon:")[1].split()
@@ -112,6 +117,7 @@ def moved(bench: Bench, verb: str, shape: str, transport: str) -> Iterator[Row]:
         Pair(bench.setup(work, "map" if limit == "memcpy" else "socket")) as pair,
         Node("1GiB", tcp=transport == "socket") as node,
         kvferry.Pool.connect(node.address, transports=way, checksum="always" if verified else "auto") as pool,
+        ExitStack() as stack,
     ):
 
         def save() -> Value:
@@ -139,12 +145,15 @@ def moved(bench: Bench, verb: str, shape: str, transport: str) -> Iterator[Row]:
         contenders = [Contender("kvferry", save if verb == "save" else load)]
         if limit == "memcpy":
             contenders.append(Contender(f"memcpy with {bench.threads} threads", baseline(bench.threads)))
+        if not verified:
+            ways = STORE_TCP if transport == "socket" else STORE_SAME_HOST
+            contenders += stores.batches(stores.opened(bench, stack, ways, one_piece(total, size), count), verb, count)
         turns = turned(bench, Contender("limit", baseline(1)), contenders)
         if verb == "save":
             load()  # the bytes are right
         reach = REACH[transport, verb, shape]
         name = {"memcpy": "memcpy with one thread", "tcp": "one raw TCP connection"}[limit]
-        yield row(f"{verb}-{shape}", transport, "GB/s", turns, name, reach, least=True)
+        yield from rows(f"{verb}-{shape}", transport, "GB/s", turns, name, reach)
 
 
 def scattered_load(bench: Bench) -> Iterator[Row]:
@@ -156,6 +165,7 @@ def scattered_load(bench: Bench) -> Iterator[Row]:
         Pair(bench.setup(one_piece(total), "map")) as pair,
         Node("1GiB") as node,
         kvferry.Pool.connect(node.address) as pool,
+        ExitStack() as stack,
     ):
         pool.register(tensors)
         assert pool.save(keys, blocks=range(64), timeout_ms=20_000).prefix == 64
@@ -173,8 +183,9 @@ def scattered_load(bench: Bench) -> Iterator[Row]:
 
         baseline = Contender("limit", lambda: Value(total / pair.limit("memcpy", 1).seconds / 1e9))
         load()
-        turns = turned(bench, baseline, [Contender("kvferry", load)])
-        yield row("load-64x128x8KiB", "map", "GB/s", turns, "memcpy with one thread", 0.5, least=True)
+        peers = stores.opened(bench, stack, STORE_SAME_HOST, one_piece(total, 8 * KIB), 64)
+        turns = turned(bench, baseline, [Contender("kvferry", load), *stores.batches(peers, "load", 64)])
+        yield from rows("load-64x128x8KiB", "map", "GB/s", turns, "memcpy with one thread", 0.5)
 
 
 def small(bench: Bench) -> Iterator[Row]:
@@ -184,6 +195,7 @@ def small(bench: Bench) -> Iterator[Row]:
         Pair(bench.setup(work, "map")) as pair,
         Node("1GiB") as node,
         kvferry.Pool.connect(node.address) as pool,
+        ExitStack() as stack,
     ):
         thousand = [f"key {i:028d}".encode() for i in range(1000)]
         tiny = np.zeros(64 * 1000, np.uint8)
@@ -197,7 +209,7 @@ def small(bench: Bench) -> Iterator[Row]:
                 outcome = call()
                 us[i] = (time.perf_counter() - began) * 1e6
                 assert outcome.prefix == right, outcome
-            return Value(float(np.median(us)), p99=float(np.percentile(us, 99)))
+            return points(us)
 
         def raw(look: bool) -> Callable[[], Value]:
             return lambda: Value(float(np.median(pair.puller.call("ask_latencies", "unix", 64, CALLS, look))))
@@ -208,21 +220,27 @@ def small(bench: Bench) -> Iterator[Row]:
             assert np.array_equal(into, value)
             return seen
 
+        def rate(us: Value) -> Value:
+            return Value(1000 / us.value)
+
         copy = float(np.median(pair.puller.call("copy_latencies", CALLS)))
         limit = Contender("limit", raw(False))
-        for name, contender, most in (
-            ("exists-1", lambda: p50(lambda: pool.exists([b"one"]), 1), 1.5),
-            ("load-1x64KiB", load, 2.0),
+        peers = stores.opened(bench, stack, STORE_SAME_HOST, one_piece(64 * KIB, 64 * KIB), 1)
+        for name, contender, asked, most in (
+            ("exists-1", lambda: p50(lambda: pool.exists([b"one"]), 1), f"exist 1 {CALLS}", 1.5),
+            ("load-1x64KiB", load, f"load_one {CALLS}", 2.0),
         ):
-            turns = turned(
-                bench, limit, [Contender("kvferry", contender), Contender("looking", raw(True))], higher=False
-            )
-            what = "raw Unix round trip of 64 B"
-            extra = copy if name.startswith("load") else 0.0
-            yield row(name, "map", "us (p50)", turns, what, most, least=False, taken_off=extra)
-        thousand_us = p50(lambda: pool.exists(thousand), 1000, 200)
-        rate = 1000 / thousand_us.value
-        yield absolute("exists-1000", "-", "million keys/s", rate, ">= 3", rate >= 3)
+            others = [Contender("kvferry", contender), Contender("looking", raw(True))]
+            turns = turned(bench, limit, others + stores.latencies(peers, asked, points), higher=False)
+            what, loads = "raw Unix round trip of 64 B", name.startswith("load")
+            yield from rows(name, "map", "us (p50)", turns, what, most, copy if loads else 0.0, as_fast=loads)
+        ours = Contender("kvferry", lambda: rate(p50(lambda: pool.exists(thousand), 1000, 200)))
+        turns = turned(bench, ours, stores.latencies(peers, "exist 1000 200", lambda us: rate(points(us))))
+        yield Row(
+            "exists-1000", "-", "million keys/s", turns.baseline, target=">= 3", met=turns.baseline.median >= 3,
+            notes=beside_it(turns, turns.baseline), others=turns.others, steady=turns.steady, attempts=turns.attempts,
+        )  # fmt: skip
+        yield from stores.against_mooncake("exists-1000", "-", "million keys/s", turns.baseline, turns)
 
 
 def clients(bench: Bench) -> Iterator[Row]:
@@ -258,7 +276,7 @@ def clients(bench: Bench) -> Iterator[Row]:
             together()
             turns = until_steady(lambda: in_turns(baseline, [Contender("kvferry", together)], rounds), bench.attempts)
             name = f"memcpy with {bench.threads} threads"
-            yield row("load-4-clients", "map", "GB/s", turns, name, 0.9, least=True)
+            yield from rows("load-4-clients", "map", "GB/s", turns, name, 0.9)
         finally:
             for process in running:
                 process.stdin.close()  # type: ignore[union-attr]
@@ -303,31 +321,43 @@ def turned(bench: Bench, baseline: Contender, others: list[Contender], *, higher
     return until_steady(lambda: in_turns(baseline, others, bench.rounds, higher_is_better=higher), bench.attempts)
 
 
-def row(
+def points(us: Any) -> Value:
+    return Value(float(np.median(us)), p99=float(np.percentile(us, 99)))
+
+
+def rows(
     case: str,
     transport: str,
     unit: str,
     turns: Turns,
     limit_name: str,
     reach: float,
-    *,
-    least: bool,
     taken_off: float = 0.0,
-) -> Row:
-    mine = turns.others.pop("kvferry")
-    ratio = (mine.median - taken_off) / turns.baseline.median
-    notes = [
-        f"{name}: {figure.median:.2f} / {figure.best:.2f}; kvferry's is {mine.median / figure.median:.2f} times that"
-        for name, figure in turns.others.items()
-    ]
+    *,
+    as_fast: bool = False,
+) -> Iterator[Row]:
+    """Ours against the limit, and against Mooncake where that took part; ``as_fast`` judges the second one too."""
+    mine, limit = turns.others.pop("kvferry"), turns.baseline
+    ratio = (mine.median - taken_off) / limit.median
+    notes = beside_it(turns, mine)
     if taken_off:
         notes.append(f"the bare copy of the block, {taken_off:.1f} us, is taken off first")
+    least = limit.higher_is_better
     target = f"{'>=' if least else '<='} {reach:.2f} of the limit"
     met = ratio >= reach if least else ratio <= reach
-    return Row(
-        case, transport, unit, mine, limit_name, turns.baseline, ratio, target, met, notes, turns.others, turns.steady,
+    yield Row(
+        case, transport, unit, mine, limit_name, limit, ratio, target, met, notes, turns.others, turns.steady,
         turns.attempts,
     )  # fmt: skip
+    yield from stores.against_mooncake(case, transport, unit, mine, turns, as_fast=as_fast)
+
+
+def beside_it(turns: Turns, mine: Figure) -> list[str]:
+    return [
+        f"{name}: {figure.median:.2f} / {figure.best:.2f}; kvferry's is {mine.median / figure.median:.2f} times that"
+        for name, figure in turns.others.items()
+        if figure.values
+    ]
 
 
 def absolute(case: str, transport: str, unit: str, value: float, target: str, met: bool) -> Row:
@@ -351,12 +381,14 @@ def prepared(options: argparse.Namespace) -> Iterator[Bench]:
     with tempfile.TemporaryDirectory(prefix="kvferry-benchmark-") as folder:
         library, spinner = build(Path(folder))
         threads = min(4, len(os.sched_getaffinity(0)))
-        yield Bench(library, spinner, False, options.rounds, options.attempts, threads, options.idle_s)
+        pythons = {"mooncake": options.mooncake_python} if options.mooncake_python else {}
+        yield Bench(library, spinner, False, options.rounds, options.attempts, threads, options.idle_s, pythons)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="the pool against the limits of this machine")
     add_options(parser)
+    parser.add_argument("--mooncake-python", metavar="PYTHON", help="a Python in which Mooncake's wheel is installed")
     options = parser.parse_args()
     wanted = [name for name in CASES if not options.case or any(fnmatch.fnmatch(name, p) for p in options.case)]
     if options.list or not wanted:

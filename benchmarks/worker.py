@@ -6,9 +6,7 @@ of cases, targets or tables.
 
 from __future__ import annotations
 
-import ctypes
 import os
-import signal
 import sys
 import traceback
 from collections.abc import Iterator
@@ -16,6 +14,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from datadist import Decode, Prefill
+from limits import end_with_parent
 from owner import Owner
 from puller import Puller
 
@@ -41,11 +40,6 @@ def serve_commands(pipe: Connection, role: type) -> None:
                 pipe.send((True, part))
         except Exception:  # noqa: BLE001  the root of this process: the driving end hears of it
             pipe.send((False, traceback.format_exc()))
-
-
-def end_with_parent() -> None:
-    """A benchmark that is killed leaves no process behind: PR_SET_PDEATHSIG is 1."""
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
 if __name__ == "__main__":
