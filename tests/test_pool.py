@@ -249,6 +249,52 @@ def test_a_private_pool_needs_nobody() -> None:
         pool.load(["a"], buffers=[np.zeros(1, np.uint8)])
 
 
+def test_a_forked_child_that_closes_a_private_pool_or_exits_leaves_it_to_its_parent() -> None:
+    words = """
+import os, sys
+import numpy as np, kvferry
+
+pool, value, into = kvferry.Pool.private(1 << 20), np.arange(100, dtype=np.uint8), np.zeros(100, np.uint8)
+assert pool.save(["k"], buffers=[value]).prefix == 1
+for close in (True, False, False):  # each finds it, whatever those before it did
+    pid = os.fork()
+    if pid == 0:
+        found = pool.load(["k"], buffers=[into], timeout_ms=5000).prefix
+        if close:
+            pool.close()
+        sys.exit(1 - found)
+    assert os.waitpid(pid, 0)[1] == 0
+assert pool.load(["k"], buffers=[into]).prefix == 1
+"""
+    done = subprocess.run([sys.executable, "-c", words], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("end", ["", "pool.close()", "del pool; until_it_has_gone()"], ids=["exit", "close", "drop"])
+def test_a_private_pool_leaves_nothing_behind(tmp_path: Any, end: str) -> None:
+    words = f"""
+import gc, threading, time
+import kvferry
+
+def until_it_has_gone():
+    gc.collect()
+    end = time.monotonic() + 10
+    while any(thread.name == "kvferry-pool-node" for thread in threading.enumerate()):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+pool = kvferry.Pool.connect("private", start=False)
+assert pool.exists(["k"]).total == 1
+{end}
+"""
+    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", words], capture_output=True, text=True, timeout=60, check=False, env=environment
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_wrong_arguments_raise_at_once_and_name_what_is_wrong(pool: kvferry.Pool) -> None:
     value = np.zeros(10, np.uint8)
     pool.register([np.zeros((4, 8), np.float32)])

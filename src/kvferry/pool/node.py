@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
+from weakref import finalize
 
 import msgspec
 import numpy as np
@@ -448,25 +449,45 @@ def _until(now: float, left_ms: int) -> float:
 
 
 class Private:
-    """A node and its loop inside this process, behind a socket in a directory of its own and a secret that nobody else has."""
+    """A node and its loop inside this process, behind a socket in a directory of its own and a secret that nobody else has.
+
+    It ends when it is closed, when nobody holds it any more, or with the process. What a forked child has of it ends nothing.
+    """
 
     def __init__(self, memory_bytes: int) -> None:
         self.secret = secrets.token_bytes(16)
-        self._directory = tempfile.mkdtemp(prefix="kvferry-")
+        self._pid = os.getpid()
+        directory = tempfile.mkdtemp(prefix="kvferry-")
         try:
-            self._node = PoolNode(f"unix:{self._directory}/pool.sock", memory_bytes, secret=self.secret)
+            self._node = PoolNode(f"unix:{directory}/pool.sock", memory_bytes, secret=self.secret)
         except BaseException:
-            shutil.rmtree(self._directory, ignore_errors=True)
+            shutil.rmtree(directory, ignore_errors=True)
             raise
+        self._end = finalize(self, _end_private, self._node, directory, self._pid)
         self.address = self._node.address
-        self._thread = threading.Thread(target=self._node.run, name="kvferry-pool-node", daemon=True)
+        self._thread = threading.Thread(target=_run_private, args=(self._node,), name="kvferry-pool-node", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         """Ends node and thread; twice is fine."""
-        self._node.close()
-        self._thread.join(5)
-        shutil.rmtree(self._directory, ignore_errors=True)
+        if os.getpid() == self._pid:
+            self._end()
+            self._node.close()
+            self._thread.join(5)
+
+
+def _run_private(node: PoolNode) -> None:
+    try:
+        node.run()
+    finally:
+        node.close()
+
+
+def _end_private(node: PoolNode, directory: str, pid: int) -> None:
+    """From any thread, its own too, in the middle of whatever made the last reference go: its thread closes it."""
+    if os.getpid() == pid:
+        node.stop()
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 def serve(
