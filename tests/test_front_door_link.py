@@ -195,6 +195,16 @@ def test_a_push_by_addresses_goes_to_the_tensors_that_begin_there(ferry: Any) ->
     addresses = Addresses(ferry.kv.addresses[2:])
     ferry.link.push(ferry.mine, to=addresses, blocks={0: 5}, layers=range(1), timeout_ms=2000)
     assert [row[5] for row in blocks_of(ferry.far)] == [5, 105, -1, -1]
+    # One for each tensor moved, whichever layers those are; more of them need destination_layers=.
+    ferry.link.push(ferry.mine, to=addresses, blocks={0: 4}, layers=range(1, 2), timeout_ms=2000)
+    assert [row[4] for row in blocks_of(ferry.far)] == [4, 104, -1, -1]
+    everything = Addresses(ferry.kv.addresses)
+    with pytest.raises(kvferry.InvalidArgument, match=r"gives 2 tensors, destination .* takes 4"):
+        ferry.link.push(ferry.mine, to=everything, blocks={0: 3}, layers=range(1), timeout_ms=2000)
+    ferry.link.push(
+        ferry.mine, to=everything, blocks={0: 3}, layers=range(1), destination_layers=range(1, 2), timeout_ms=2000
+    )
+    assert [row[3] for row in blocks_of(ferry.far)] == [3, 103, -1, -1]
     with pytest.raises(kvferry.InvalidArgument) as caught:
         ferry.link.push(ferry.mine, to=Addresses([4096, 8192]), blocks={0: 5}, layers=range(1), timeout_ms=2000)
     assert not caught.value.bytes_touched

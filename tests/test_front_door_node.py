@@ -273,6 +273,13 @@ def test_a_copy_with_memory_that_is_not_registered(node: kvferry.Node) -> None:
     cache.numpy(0)[5] = 7
     node.copy(cache, there, blocks={5: 0})
     assert (bare[0][0] == 7).all() and (bare[0][1] == 1).all()
+    # One for each tensor moved, whichever layers of the cache those are.
+    one = kvferry.Addresses([bare[0].ctypes.data])
+    node.copy(one, cache, layers=range(1, 2), tensors_per_layer=1, blocks={0: 2})
+    assert (cache.numpy(1)[2] == 7).all()
+    cache.numpy(1)[3] = 9
+    node.copy(cache, one, layers=range(1, 2), tensors_per_layer=1, blocks={3: 1})
+    assert (bare[0][1] == 9).all()
     with pytest.raises(kvferry.InvalidArgument, match="between its caches"):
         node.copy(there, there, blocks={0: 0})
 

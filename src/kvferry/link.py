@@ -42,7 +42,8 @@ class Link:
     ``row_to_blocks``      blocks that the source's row fills, in order; the last one gets what is left. Fewer than it fills
                            take its beginning, and the rest is not moved
     ``size_bytes``         how much of a row to move, from its start; by default this side's whole row
-    ``layers``             ``range`` of layers of this side's cache, and of the far side's unless that has its own
+    ``layers``             ``range`` of layers of this side's cache, and of the far side's unless that has its own, or is
+                           Addresses
     ``tensors_per_layer``  layer L is tensors ``[L * n, (L + 1) * n)``; 2 for K and V in turns
     ``spans``              instead of all of these: an (n, 3) array of int64 or uint64, one row for each span of bytes: source
                            offset, destination offset, bytes. Offsets count from the start of that side's only tensor;

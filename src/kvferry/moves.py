@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from kvferry import _core
 from kvferry.errors import InvalidArgument
-from kvferry.names import PrefixKey, RequestKey, is_window
+from kvferry.names import Addresses, PrefixKey, RequestKey, is_window
 from kvferry.options import LARGEST_UNIT, shown, whole
 
 __all__ = [
@@ -107,7 +107,8 @@ def push(
             layers=layers,
             destination_layers=destination_layers,
         )
-    mine, far = tensor_ranges(layers, destination_layers, tensors_per_layer, "destination_layers")
+    bare = isinstance(to, Addresses)
+    mine, far = tensor_ranges(layers, destination_layers, tensors_per_layer, "destination_layers", bare_far=bare)
     row, destination_row = row_number("row", row), row_number("destination_row", destination_row)
     keyed = isinstance(to, (RequestKey, PrefixKey))
     if keyed and (row is None or row_to_blocks is not None):
@@ -219,13 +220,20 @@ def layer_width(tensors_per_layer: int) -> int:
         raise InvalidArgument(f"{error}; it is 2 for K and V, 1 for a joint tensor") from None
 
 
-def tensor_ranges(mine: range | None, far: range | None, width: int, far_word: str) -> tuple[TensorRange, TensorRange]:
-    """Tensor ranges (mine, far): ``layers=`` alone is for both sides, the far side's alone leaves all of mine."""
+def tensor_ranges(
+    mine: range | None, far: range | None, width: int, far_word: str, bare_mine: bool = False, bare_far: bool = False
+) -> tuple[TensorRange, TensorRange]:
+    """Tensor ranges (mine, far): ``layers=`` alone is for both sides, the far side's alone leaves all of mine.
+
+    ``bare_mine``, ``bare_far``: that side is addresses, one for each tensor moved, so ``layers=`` alone is for the other one.
+    """
     width = layer_width(width)
     if mine is None and far is None:
         return ALL, ALL
     mine_range = ALL if mine is None else _tensor_range(mine, width, "layers")
-    return mine_range, mine_range if far is None else _tensor_range(far, width, far_word)
+    if far is not None:
+        return mine_range, _tensor_range(far, width, far_word)
+    return ALL if bare_mine else mine_range, ALL if bare_far else mine_range
 
 
 def _tensor_range(layers: range, width: int, word: str) -> TensorRange:

@@ -40,7 +40,8 @@ class BlocksKey:
 
 @dataclass(frozen=True, slots=True)
 class Addresses:
-    """Names the destination of a push by raw addresses of the far process, one for each tensor moved, in order.
+    """Names the destination of a push by raw addresses of the far process, one for each tensor moved, in order: ``layers=``
+    alone is of the source's layers.
 
     Each is where a tensor, or the row to be written, begins. It is a name, not a permission: the whole span written must
     lie inside one tensor of one cache that is registered there, else InvalidArgument before the first byte.

@@ -320,12 +320,15 @@ class Node:
         :meth:`Link.pull`; ``source_row`` is 0 unless given, and both sides of a row begin ``offset_bytes`` into it.
 
         The two must not overlap. One of them may be memory of this process that is not registered: :class:`Addresses`, one
-        for each tensor, whose ``unit_bytes`` are those of the other side unless given. The caller keeps it as long as the
+        for each tensor moved, whose ``unit_bytes`` are those of the other side unless given. The caller keeps it as long as the
         call lasts.
         """
-        here, there = moves.tensor_ranges(layers, source_layers, tensors_per_layer, "source_layers")
+        bare_source, bare_into = isinstance(source, Addresses), isinstance(into, Addresses)
+        here, there = moves.tensor_ranges(
+            layers, source_layers, tensors_per_layer, "source_layers", bare_mine=bare_into, bare_far=bare_source
+        )
         from_, to = (side if isinstance(side, Addresses) else own_id(side, self) for side in (source, into))
-        within = not isinstance(from_, Addresses) and from_ == to
+        within = not bare_source and from_ == to
         source_row, row = moves.row_number("source_row", source_row), moves.row_number("row", row)
         what = moves.move(blocks, source_row, row, row_to_blocks, size_bytes, there, here, keep_order=within)
         return self._core.copy(target(from_), target(to), what, whole("offset_bytes", offset_bytes))

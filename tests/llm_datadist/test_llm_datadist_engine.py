@@ -193,6 +193,13 @@ def test_init_without_options_is_an_attribute_error() -> None:
         LLMDataDist(LLMRole.MIX, 1).init(None)  # type: ignore[arg-type]
 
 
+def test_an_address_where_nobody_can_listen_fails_init_and_leaves_nothing(start_here: Callable[..., Side]) -> None:
+    """As `switch_role` there: `LLM_FAILED` is for a bind that fails, for whatever reason."""
+    assert status_of(lambda: start_here(host="192.0.2.1"), "cannot listen on 192.0.2.1") == LLMStatusCode.LLM_FAILED
+    assert LLMDataDist.llm_engine_instance is None
+    start_here()
+
+
 def test_a_port_in_use_fails_init_and_leaves_nothing(start_here: Callable[..., Side]) -> None:
     with socket.socket() as taken:
         taken.bind((LOOPBACK, 0))

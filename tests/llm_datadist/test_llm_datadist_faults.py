@@ -432,6 +432,8 @@ def test_statuses_of_faults_that_kvferrys_own_tests_bring_about() -> None:
         ("busy", "transfer"): LLMStatusCode.LLM_LINK_BUSY,  # the kernel holds a copy
         ("busy", "register"): LLMStatusCode.LLM_LINK_BUSY,
         ("busy", "link"): LLMStatusCode.LLM_LINK_FAILED,  # no descriptors: LINK_BUSY is for calls over a link
+        ("busy", "init"): FAILED,
+        ("busy", "listen"): FAILED,
         ("already_linked", "link"): LLMStatusCode.LLM_ALREADY_LINK,
         ("deadline", "unlink"): TIMEOUT,
         ("address_in_use", ""): FAILED,

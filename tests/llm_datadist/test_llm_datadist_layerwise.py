@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from datadist_side import Side
 
-from llm_datadist import LLMStatusCode
+from llm_datadist import LLMException, LLMStatusCode
 from support import Peer
 
 pytestmark = pytest.mark.quick(
@@ -349,3 +349,22 @@ def test_pushed_rows_and_layers_out_of_range(remote: tuple[Side, Peer]) -> None:
     with pytest.raises(LLMException) as caught:
         here.push_cache(("id", THERE, 99), mine)
     assert caught.value.status_code == LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
+
+
+def test_a_push_to_the_id_of_no_cache_is_one_to_request_0_of_model_0(remote: tuple[Side, Peer]) -> None:
+    here, there = remote
+    mine = here.register(SHAPE)
+    here.fill(mine)
+    with pytest.raises(LLMException) as caught:
+        here.push_cache(("id", THERE, 0), mine)
+    assert caught.value.status_code == LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
+    far = there.call("register", SHAPE, req_ids=[0])
+    sent = here.tensors(mine)
+    for row, cache_id in ((0, 0), (2, -1)):  # the row is the key's own, as with any other id
+        here.push_cache(("id", THERE, cache_id, row), mine, 1)
+    task = here.start(mine, [("key", ("id", THERE, 0, 3), (0, 2), (0, 2), 1)])
+    here.all_ready(task)
+    assert here.results(task) == [SUCCESS]
+    for got, tensor in zip(there.call("tensors", far), sent, strict=True):
+        assert all(np.array_equal(got[row], tensor[1]) for row in (0, 2, 3))
+        assert not got[1].any()

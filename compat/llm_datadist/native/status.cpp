@@ -41,6 +41,8 @@ constexpr Row by_call[] = {
     {"unlink", "busy", status::unlink_failed},
     {"listen", "invalid_argument", status::failed},  // an address that is not this machine's own
     {"listen", "link_failed", status::failed},
+    {"listen", "busy", status::failed},  // no descriptors or threads left; LINK_BUSY is about transfers
+    {"init", "busy", status::failed},
 };
 
 }  // namespace

@@ -45,7 +45,8 @@ def translated(error: kvferry.KvferryError, function: str, call: str = "transfer
 
 class Engine:
     def __init__(self, cluster_id: int, options: EngineOptions) -> None:
-        """Opens the node; raises ``kvferry.KvferryError``, and ``LLMException`` for pools that this machine can never give."""
+        """Opens the node; raises ``kvferry.KvferryError``, and ``LLMException`` for pools that this machine can never give
+        and addresses where it cannot listen."""
         self.cluster_id = cluster_id
         self.options = options
         self.timeout_ms = options.timeout_ms
@@ -319,14 +320,14 @@ def _open_node(cluster_id: int, options: EngineOptions, program: str) -> kvferry
         )
     if options.transports is not None:
         more["transports"] = options.transports
-    return kvferry.Node(
-        None if options.listen is None else f"{options.listen[0]}:{options.listen[1]}",
-        node_id=cluster_id,
-        secret=options.secret,
-        attach=options.attach,
-        program=program,
-        **more,
-    )
+    node = kvferry.Node(node_id=cluster_id, secret=options.secret, attach=options.attach, program=program, **more)
+    if options.listen is not None:
+        try:
+            node.listen(f"{options.listen[0]}:{options.listen[1]}")
+        except kvferry.KvferryError as error:  # what a port that cannot be bound is to a vendor's caller: no bad option
+            node.close()
+            raise translated(error, "init", "listen") from error
+    return node
 
 
 def _was_lost(link: kvferry.Link) -> bool:
