@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import numpy as np
 import pytest
 
 import kvferry
-from kvferry.pool import messages
+from kvferry.pool import client, messages
 from kvferry.pool.values import of_buffers
 from pool_support import NodeProcess, Nodes, block_bytes_of, names, until
 
@@ -391,3 +392,68 @@ def test_values_hold_what_they_point_at() -> None:
     del array
     gc.collect()
     assert np.frombuffer(memoryview(values.owner[0]), np.uint8).ctypes.data == address  # type: ignore[index]
+
+
+# --- what changes meanwhile -------------------------------------------------------------------------------------------
+
+
+def test_arrays_of_addresses_may_be_reused_once_a_call_has_begun(pool: kvferry.Pool) -> None:
+    values, into, other = block_bytes_of(21, 64, 4096), np.zeros((64, 4096), np.uint8), np.zeros((64, 4096), np.uint8)
+    keys = names(64)
+    assert pool.save(keys, buffers=list(values)).prefix == 64
+    addresses = (into.ctypes.data + 4096 * np.arange(64)).astype(np.uint64)
+    sizes, counts = np.full(64, 4096, np.uint64), np.ones(64, np.int64)
+    held = threading.Event()
+    busy = [pool._workers.submit(lambda: held.wait(10), time.monotonic() + 10, lambda: False) for _ in range(8)]
+    loading = pool.load_async(keys, buffers=kvferry.Buffers(addresses, sizes, counts), timeout_ms=10_000)
+    addresses[:] = other.ctypes.data + 4096 * np.arange(64)
+    sizes[:] = 17
+    held.set()
+    assert loading.wait(10_000).prefix == 64 and all(one.wait(10_000) for one in busy)
+    assert np.array_equal(into, values) and not other.any()
+
+
+def test_a_register_beside_a_save_does_not_mix_old_memory_with_the_new_shape(
+    pool: kvferry.Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, new = np.full((4, 64), 1, np.uint8), np.full((4, 128), 2, np.uint8)
+    pool.register(old)
+    plain = client.of_blocks
+
+    def of_blocks(*args: Any) -> Any:
+        pool.register(new)
+        return plain(*args)
+
+    monkeypatch.setattr(client, "of_blocks", of_blocks)
+    assert pool.save(["a"], blocks=[0]).prefix == 1
+    monkeypatch.undo()
+    assert pool.exists(["a"]).prefix == 0  # of the new shape nothing was saved
+    pool.register(old)
+    assert pool.exists(["a"]).prefix == 1
+
+
+def test_a_child_forked_while_another_thread_held_a_lock_goes_on(nodes: Nodes) -> None:
+    value = np.zeros(64, np.uint8)
+    with kvferry.Pool.connect(nodes().address) as pool:
+        assert pool.save(["a"], buffers=[value]).prefix == 1
+        with pool._lock:
+            child = os.fork()
+            if child == 0:
+                os._exit(0 if pool.exists(["a"], timeout_ms=5000).prefix == 1 else 1)
+        end = time.monotonic() + 20
+        ended = 0, 0
+        while ended[0] == 0 and time.monotonic() < end:
+            time.sleep(0.01)
+            ended = os.waitpid(child, os.WNOHANG)
+        if ended[0] == 0:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+        assert ended == (child, 0)
+
+
+def test_the_log_says_once_why_a_node_cannot_be_asked(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with kvferry.Pool.connect(f"unix:{tmp_path}/nobody.sock", timeout_ms=100) as pool:
+        for _ in range(5):
+            assert pool.exists(["a"], timeout_ms=100).outcomes == ["node_lost"]
+    lines = [record.getMessage() for record in caplog.records if record.name == "kvferry.pool"]
+    assert len(lines) == 1 and "nobody.sock" in lines[0]

@@ -1,5 +1,7 @@
 """A batch goes in parts that overlap: the node looks for the places of one while the bytes of another are moved."""
 
+import signal
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -126,13 +128,45 @@ def test_a_call_that_is_interrupted_ends_with_nothing_under_way(
     into = values.copy()
     with pytest.raises(KeyboardInterrupt):
         getattr(pool, verb)(keys, buffers=list(into), timeout_ms=500)
-    assert len(moving) == 3 and all(one._transfer is not None and one._transfer.done() for one in moving)
+    assert len(moving) == 3 and all(one._begun and one.ended for one in moving)
     assert np.array_equal(into, values)
     monkeypatch.undo()
     # What the call had reserved is free again by its deadline at the latest.
     until(lambda: pool.save(keys, buffers=list(values)).prefix == 8)
     into[:] = 0
     assert pool.load(keys, buffers=list(into)).prefix == 8 and np.array_equal(into, values)
+
+
+class Interrupted(BaseException):
+    pass
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # it may fall into a finalizer
+def test_whatever_a_signal_handler_interrupts_nothing_moves_afterwards(pool: kvferry.Pool) -> None:
+    """The signal comes at any moment of the call, also in the middle of beginning to move a part."""
+    values, into, keys = block_bytes_of(7, 16, SIZE), np.zeros((16, SIZE), np.uint8), names(16)
+    assert pool.save(keys, buffers=list(values)).prefix == 16
+    chance, interrupted = np.random.default_rng(7), 0
+
+    def interrupt(*_: object) -> None:
+        raise Interrupted
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        for _ in range(300):
+            try:
+                signal.setitimer(signal.ITIMER_REAL, chance.uniform(1e-4, 4e-3))
+                pool.load(keys, buffers=list(into))
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            except Interrupted:
+                interrupted += 1
+            into[:] = 17
+            time.sleep(0.001)
+            assert (into == 17).all()
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert interrupted > 20
+    assert pool.load(keys, buffers=list(into)).prefix == 16 and np.array_equal(into, values)
 
 
 def test_giving_up_waits_for_a_transfer_that_takes_its_time() -> None:
@@ -152,8 +186,10 @@ def test_giving_up_waits_for_a_transfer_that_takes_its_time() -> None:
 
     class Way:
         begin = staticmethod(lambda moves, left_ms: Transfer())
+        more = ()
 
-    one = Moving(Way, np.array([[0, 1, 1]], np.uint64), 1e12, True)  # type: ignore[arg-type]
+    one = Moving(Way, np.array([[0, 1, 1]], np.uint64), 1e12)  # type: ignore[arg-type]
+    one.begin()
     one.give_up()
     one.give_up()
     assert order == ["cancelled", "waited"] * 2

@@ -8,6 +8,7 @@ import hashlib
 import os
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import suppress
@@ -82,16 +83,19 @@ class _Batch:
         with self.lock:
             if self._given_up:
                 raise Unreachable("timeout", "the call has been given up")
-            self._moving.append(Moving(way, spans, self.until, beside))
-            return self._moving[-1]
+            moving = Moving(way, spans, self.until)
+            self._moving.append(moving)  # before anything moves: give_up() knows of it, whatever happens here
+            if beside:
+                moving.begin()
+        return moving
 
     def give_up(self) -> None:
         """No thread moves anything for it any more when this has ended, whatever a signal handler raises meanwhile."""
         interrupted: BaseException | None = None
-        with self.lock:
-            self._given_up = True
-        while any(not one.ended for one in self._moving):
+        while not self._given_up or any(not one.ended for one in self._moving):
             try:
+                with self.lock:
+                    self._given_up = True
                 for one in self._moving:
                     one.give_up()
             except BaseException as error:  # noqa: BLE001 - raised below
@@ -160,7 +164,11 @@ class Pool:
     ) -> None:
         """For :meth:`connect` and :meth:`private`. ``membership`` None: the pool is off. ``keep`` is closed with it."""
         quota = None if quota_bytes is None else whole("quota_bytes", quota_bytes, least=1)
-        self._space = Space(text("namespace", namespace), _digest(secret), b"", quota)
+        # What blocks= counts and the space of its values, exchanged whole: calls may run beside a register().
+        self._registered: tuple[tuple[Memory, ...], Space] = (
+            (),
+            Space(text("namespace", namespace), _digest(secret), b"", quota),
+        )
         self._membership = membership
         self._node_options: dict[str, Any] = {
             "secret": node_secret,
@@ -170,11 +178,11 @@ class Pool:
         one_of("checksum", checksum, CHECKSUMS)
         self._checksum = checksum
         self._keep = keep
-        self._memories: tuple[Memory, ...] = ()
         self._lock = threading.Lock()
         self._closed = False
         self._pid = 0
         self._start = True
+        _POOLS.add(self)
         self._counted = np.zeros(len(messages.WORDS), np.int64)
         self._moved_bytes = 0
         self._awake()
@@ -282,8 +290,7 @@ class Pool:
         fingerprint = key_rules.fingerprint([(memory.unit_bytes, memory.dtype) for memory in memories])
         with self._lock:
             space = self._space
-            self._memories = memories
-            self._space = Space(space.namespace, space.domain, fingerprint, space.quota_bytes)
+            self._registered = (memories, Space(space.namespace, space.domain, fingerprint, space.quota_bytes))
 
     # --- verbs -------------------------------------------------------------------------------------------------------
 
@@ -457,19 +464,26 @@ class Pool:
         codes = np.full(len(listed), TIMEOUT if self._membership is not None else POOL_OFF, np.uint8)
         return _Batch(listed, routed, where, began, until, codes, every)
 
-    def _values(self, blocks: Any, buffers: Any) -> Callable[[int], Values]:
+    def _where(self, blocks: Any, buffers: Any) -> tuple[Callable[[int], Values], Space]:
+        """Where so many values lie, and the space that values of this shape are in."""
         if (blocks is None) == (buffers is None):
             raise InvalidArgument("say where the values are by blocks= or by buffers=, one of the two")
+        memories, space = self._registered
         if buffers is not None:
-            return lambda count: of_buffers(buffers, count)
-        memories = self._memories
+            plain = Space(space.namespace, space.domain, b"", space.quota_bytes)
+            return lambda count: of_buffers(buffers, count), plain
         if not memories:
             raise InvalidArgument("blocks= counts the blocks of what was registered: call register(...) first")
-        return lambda count: of_blocks(memories, blocks, count, memories)
+        return lambda count: of_blocks(memories, blocks, count, memories), space
+
+    @property
+    def _space(self) -> Space:
+        return self._registered[1]
 
     def _loading(self, keys: Any, blocks: Any, buffers: Any, routes: Any, timeout_ms: int, local_only: bool) -> _Call:
-        batch = self._batch(keys, routes, self._values(blocks, buffers), timeout_ms, writable=True)
-        local, space = truth("local_only", local_only), self._space_of(buffers)
+        values, space = self._where(blocks, buffers)
+        batch = self._batch(keys, routes, values, timeout_ms, writable=True)
+        local = truth("local_only", local_only)
 
         def load() -> Outcome:
             self._read(batch, local, partial(self._load_from, batch, space))
@@ -488,10 +502,10 @@ class Pool:
         chain: bool,
         local_copy: bool,
     ) -> _Call:
-        batch = self._batch(keys, routes, self._values(blocks, buffers), timeout_ms)
+        values, space = self._where(blocks, buffers)
+        batch = self._batch(keys, routes, values, timeout_ms)
         ttl = None if ttl_ms is None else whole("ttl_ms", ttl_ms, least=1)
-        chained, space = truth("chain", chain), self._space_of(buffers)
-        copied = truth("local_copy", local_copy)
+        chained, copied = truth("chain", chain), truth("local_copy", local_copy)
 
         def save() -> Outcome:
             shares = self._shares(batch)
@@ -522,10 +536,6 @@ class Pool:
 
     def _later(self, call: _Call) -> "Future[Outcome]":
         return self._workers.submit(call.now, call.batch.until, call.late)
-
-    def _space_of(self, buffers: Any) -> Space:
-        space = self._space
-        return space if buffers is None else Space(space.namespace, space.domain, b"", space.quota_bytes)
 
     def _read(self, batch: _Batch, local_only: bool, begin: Callable[[Peer, Indices, bool, float], Job]) -> None:
         """``begin(peer, part, beside, until)``: the node on this host is asked for all keys, then each owner for what is
@@ -585,6 +595,7 @@ class Pool:
                 for _ in begin(peer, chosen, False):
                     pass
             except Unreachable as why:
+                peer.says(str(why))
                 return [(chosen, why)]
             return []
         lost: list[tuple[Indices, Unreachable]] = []
@@ -606,6 +617,7 @@ class Pool:
                     except StopIteration:
                         pass
                     except Unreachable as why:
+                        peer.says(str(why))
                         lost.append((one.keys, why))
                     under_way.remove(one)
         finally:
@@ -688,6 +700,7 @@ class Pool:
                 for mine, move in moving:
                     word = move.end()
                     if word:
+                        peer.says(move.why)
                         codes[hits[mine]] = code_of(word)
                     elif expected is not None:
                         which = chosen[hits[mine]]
@@ -755,6 +768,7 @@ class Pool:
                     which = chosen[places[mine]]
                     word = move.end()
                     if word:
+                        peer.says(move.why)
                         codes[places[mine]] = code_of(word)
                         failed += mine.tolist()
                         continue
@@ -767,6 +781,7 @@ class Pool:
                 flags = np.frombuffer(published().codes, np.uint8)
                 committed = True
             except Unreachable as why:
+                peer.says(str(why))
                 codes[places] = code_of(why.word)
             finally:
                 for _, move in moving:
@@ -862,6 +877,18 @@ class Pool:
                 peer.reach(until)
 
         self._side_by_side([partial(reach, peer) for peer in peers], until)
+
+
+_POOLS: "weakref.WeakSet[Pool]" = weakref.WeakSet()
+
+
+def _in_a_forked_child() -> None:
+    """Another thread may have held their locks; everything else of theirs is made anew by the next call (`_awake`)."""
+    for pool in list(_POOLS):
+        pool._lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_in_a_forked_child)
 
 
 class _Part:

@@ -2,7 +2,8 @@
 
 import time
 from collections.abc import Callable
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -16,28 +17,24 @@ __all__ = ["Moving", "Way", "moves_of", "ms_left", "pulling", "pushing"]
 
 
 class Way(NamedTuple):
-    """How spans are moved: now, or beside the caller. Both take the time that is left, in milliseconds."""
+    """How spans are moved: now, or beside the caller, by functions of the core that take the moves, the time that is left in
+    milliseconds, and ``more``."""
 
-    now: Callable[[_core.Moves, int], object]
-    begin: Callable[[_core.Moves, int], _core.Transfer]
+    now: Callable[..., object]
+    begin: Callable[..., _core.Transfer]
+    more: tuple[Any, ...]
 
 
 def pulling(link: Link, window: bytes, resolution: bytes) -> Way:
     """Out of ``window``. Its owner has told what it would answer (``resolution``), so it is not asked again."""
     core, source = link._core, _core.Target.by_window(window)
-    return Way(
-        lambda moves, left_ms: core.pull(source, None, moves, left_ms, 0, resolution),
-        lambda moves, left_ms: core.pull_async(source, None, moves, left_ms, 0, resolution),
-    )
+    return Way(partial(core.pull, source, None), partial(core.pull_async, source, None), (0, resolution))
 
 
 def pushing(link: Link, window: bytes) -> Way:
     """Into ``window``."""
     core, to = link._core, _core.Target.by_window(window)
-    return Way(
-        lambda moves, left_ms: core.push(None, to, moves, left_ms),
-        lambda moves, left_ms: core.push_async(None, to, moves, left_ms),
-    )
+    return Way(partial(core.push, None, to), partial(core.push_async, None, to), ())
 
 
 def ms_left(until: float) -> int:
@@ -49,14 +46,19 @@ def moves_of(spans: Spans) -> _core.Moves:
 
 
 class Moving:
-    """``spans`` on their ``way``: from now on if they go ``beside`` their caller, else while their end is waited for."""
+    """``spans`` on their ``way``: beside their caller from :meth:`begin` on, else while their end is waited for. ``why``: in a
+    sentence, why it failed."""
 
-    __slots__ = ("_failed", "_moves", "_transfer", "_until", "_way")
+    __slots__ = ("_begun", "_failed", "_moves", "_until", "_way", "why")
 
-    def __init__(self, way: Way, spans: Spans, until: float, beside: bool) -> None:
+    def __init__(self, way: Way, spans: Spans, until: float) -> None:
         self._way, self._until, self._moves = way, until, moves_of(spans)
-        self._transfer: _core.Transfer | None = None
-        self._failed = self._in_words(self._begin) if beside else ""
+        self._begun: list[_core.Transfer] = []
+        self._failed = self.why = ""
+
+    def begin(self) -> None:
+        """Whether that went well comes from :meth:`end`. :raises InvalidArgument: as there."""
+        self._failed = self._in_words(self._begin)
 
     def end(self) -> str:
         """ "" when all bytes have moved, else the word for why not; nothing moves any more.
@@ -68,15 +70,15 @@ class Moving:
     @property
     def ended(self) -> bool:
         """Nothing moves on its behalf now. One that has not begun counts as well: its caller is the one who moves it."""
-        return self._transfer is None or self._transfer.done()
+        return not self._begun or self._begun[0].done()
 
     def give_up(self) -> None:
         """Nothing moves any more when this has ended, also if it ends by what a signal handler raises meanwhile."""
         interrupted: BaseException | None = None
-        while self._transfer is not None and not self._transfer.done():
+        while not self.ended:
             try:
-                self._transfer.cancel()
-                self._transfer.wait(LONGEST_MS)
+                self._begun[0].cancel()
+                self._begun[0].wait(LONGEST_MS)
             except KvferryError:
                 continue
             except BaseException as error:  # noqa: BLE001 - raised below
@@ -85,24 +87,25 @@ class Moving:
             raise interrupted
 
     def _begin(self) -> None:
-        self._transfer = self._way.begin(self._moves, ms_left(self._until))
+        # Nothing in here is Python code, so what a signal handler raises comes when the transfer is in the list: it never
+        # goes on with nobody to stop it.
+        begun = map(self._way.begin, (self._moves,), (ms_left(self._until),), *((one,) for one in self._way.more))
+        self._begun.extend(begun)
 
     def _finish(self) -> None:
-        if self._transfer is None:
-            self._way.now(self._moves, ms_left(self._until))
+        if self._begun:
+            self._begun[0].wait(LONGEST_MS)  # its own deadline ends it
         else:
-            self._transfer.wait(LONGEST_MS)  # its own deadline ends it
+            self._way.now(self._moves, ms_left(self._until), *self._way.more)
 
-    @staticmethod
-    def _in_words(do: Callable[[], None]) -> str:
+    def _in_words(self, do: Callable[[], None]) -> str:
         try:
             do()
         except InvalidArgument:
             raise
-        except CacheNotFound:
-            return "lease_lost"
-        except DeadlineExceeded:
-            return "timeout"
-        except KvferryError:
-            return "node_lost"
+        except KvferryError as error:
+            self.why = str(error)
+            if isinstance(error, CacheNotFound):
+                return "lease_lost"
+            return "timeout" if isinstance(error, DeadlineExceeded) else "node_lost"
         return ""

@@ -4,6 +4,7 @@ Whoever finds the node gone is told so at once; the next attempt to reach it is 
 the others go on without it.
 """
 
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -21,12 +22,15 @@ if TYPE_CHECKING:
 
 __all__ = ["Peer", "Space", "Unreachable"]
 
+log = logging.getLogger("kvferry.pool")
+
 A = TypeVar("A", bound=msgspec.Struct)
 
 PAUSE_S = (0.1, 0.5, 1.0, 2.0)  # between attempts to reach a node that is gone
 LONGEST_LINKING_MS = 3000
 TOLD_AT_ONCE_BYTES = 1 << 20  # a message of its own costs as much as moving this
 MOST_UNTOLD = 32
+SILENT_S = 1.0
 PASSED_OVER = 8  # times as long as it kept somebody waiting who could have done without it
 
 
@@ -61,6 +65,7 @@ class Peer:
         self._not_before = 0.0
         self._attempts = 0
         self._late = 0.0
+        self._said, self._silent_until = "", 0.0
         self.same_host: bool | None = None  # what the last link said; None: there was none
         self.why_not = ""  # it could not be reached the last time
         self.beyond_host = False  # processes of other hosts may be its clients
@@ -186,6 +191,14 @@ class Peer:
         now = time.monotonic()
         self._late = now + PASSED_OVER * (now - since)
 
+    def says(self, sentence: str) -> None:
+        """Logs why a call came to less than it might have: an outcome has a word for it and no more. The same is said once,
+        and nothing more often than once in a while."""
+        now = time.monotonic()
+        if sentence != self._said and now >= self._silent_until:
+            self._said, self._silent_until = sentence, now + SILENT_S
+            log.warning("misses, because %s", sentence)
+
     def close(self) -> None:
         self._forget(self._link)
 
@@ -202,7 +215,7 @@ class Peer:
             self.why_not = str(error)
             word = "timeout" if isinstance(error, DeadlineExceeded) else "node_lost"
             raise Unreachable(word, self.why_not) from None
-        self._attempts, self.why_not = 0, ""
+        self._attempts, self.why_not, self._said = 0, "", ""
         with self._lock:
             self._spaces.clear()
             self._released.clear()

@@ -109,7 +109,8 @@ def of_buffers(buffers: Any, count: int) -> Values:
     owner: object = buffers
     raw = True
     if isinstance(buffers, Buffers):
-        addresses, sizes = _words("addresses", buffers.addresses), _words("sizes", buffers.sizes)
+        # Copies: the caller may use his arrays for something else while the values are moved.
+        addresses, sizes = _words("addresses", buffers.addresses).copy(), _words("sizes", buffers.sizes).copy()
         counts = _integers("counts", buffers.counts)
         if len(addresses) != len(sizes) or int(counts.sum()) != len(sizes) or (len(counts) and int(counts.min()) < 1):
             raise InvalidArgument(
