@@ -457,3 +457,41 @@ def test_the_log_says_once_why_a_node_cannot_be_asked(tmp_path: Path, caplog: py
             assert pool.exists(["a"], timeout_ms=100).outcomes == ["node_lost"]
     lines = [record.getMessage() for record in caplog.records if record.name == "kvferry.pool"]
     assert len(lines) == 1 and "nobody.sock" in lines[0]
+
+
+def test_a_pool_that_is_dropped_leaves_no_threads(nodes: Nodes) -> None:
+    pool = kvferry.Pool.connect(nodes().address)
+    pool.exists_async(["a"]).wait(10_000)
+    del pool
+    gc.collect()
+    until(lambda: not [thread.name for thread in threading.enumerate() if thread.name.startswith("kvferry")])
+
+
+@pytest.mark.parametrize("awaited", [False, True], ids=["cancel", "await"])
+def test_what_is_cancelled_touches_the_memory_no_more(nodes: Nodes, awaited: bool) -> None:
+    node = nodes("256MiB", address="127.0.0.1:0")
+    values, keys = block_bytes_of(31, 96, 1 << 20), names(96)
+    into = np.zeros_like(values)
+    with kvferry.Pool.connect(node.address, transports=("socket",)) as pool:
+        assert pool.save(keys, buffers=list(values), timeout_ms=20_000).prefix == 96
+
+        def under_way() -> Any:
+            loading = pool.load_async(keys, buffers=list(into), timeout_ms=20_000)
+            until(lambda: into[0, 0] == values[0, 0] and into[0, 1] == values[0, 1])
+            return loading
+
+        async def given_up() -> Any:
+            loading = under_way()
+            with pytest.raises(asyncio.TimeoutError):
+                await asyncio.wait_for(loading, 0.001)
+            return loading
+
+        if awaited:
+            loading = asyncio.run(given_up())
+        else:
+            loading = under_way()
+            loading.cancel()
+        into[:] = 17
+        outcome = loading.wait(10_000)
+        assert (into == 17).all() and set(outcome.outcomes) <= {"hit", "timeout"}
+        assert pool.load(keys, buffers=list(into), timeout_ms=20_000).prefix == 96 and np.array_equal(into, values)

@@ -60,6 +60,21 @@ def test_the_next_part_is_asked_for_before_the_bytes_of_one_have_moved(
     assert order == ["Lookup", "Lookup", "Lookup", "end", "end", "end"]
 
 
+@pytest.mark.parametrize("verb", ["load", "save"])
+def test_what_another_thread_carries_out_can_be_stopped(
+    pool: kvferry.Pool, monkeypatch: pytest.MonkeyPatch, verb: str
+) -> None:
+    values = block_bytes_of(8, 1, SIZE)
+    begun: list[Moving] = []
+    monkeypatch.setattr(Moving, "begin", lambda moving: begun.append(moving) or begin(moving))
+    begin = Moving._begin
+    assert pool.save([b"a"], buffers=list(values)).prefix == 1 and not begun  # by the caller himself
+    assert (
+        getattr(pool, f"{verb}_async")([b"a" if verb == "load" else b"b"], buffers=list(values)).wait(9000).prefix == 1
+    )
+    assert len(begun) == 1
+
+
 def test_a_chain_goes_on_from_part_to_part(pool: kvferry.Pool) -> None:
     values, keys = block_bytes_of(3, 7, SIZE), names(7)
     assert pool.save(keys, buffers=list(values), chain=True).prefix == 7

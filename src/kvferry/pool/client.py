@@ -73,6 +73,7 @@ class _Batch:
     until: float
     codes: Codes
     every: Indices
+    apart: bool = False  # carried out by another thread than its caller's, who may give it up meanwhile
     size_bytes: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
     _moving: list[Moving] = field(default_factory=list)
@@ -535,7 +536,8 @@ class Pool:
         return _Call(batch, exists, batch.outcome)
 
     def _later(self, call: _Call) -> "Future[Outcome]":
-        return self._workers.submit(call.now, call.batch.until, call.late)
+        call.batch.apart = True
+        return self._workers.submit(call.now, call.batch.until, call.late, call.batch.give_up)
 
     def _read(self, batch: _Batch, local_only: bool, begin: Callable[[Peer, Indices, bool, float], Job]) -> None:
         """``begin(peer, part, beside, until)``: the node on this host is asked for all keys, then each owner for what is
@@ -590,7 +592,7 @@ class Pool:
         """One part after the other, each some stages behind the one before it. Those for which the node could not be
         asked, and why; after the first of them no other part is begun. ``alone``: no other thread works for this batch."""
         parts = self._parts(batch, chosen)
-        if alone and len(parts) == 1:
+        if len(parts) == 1 and alone and not batch.apart:
             try:
                 for _ in begin(peer, chosen, False):
                     pass
@@ -837,6 +839,8 @@ class Pool:
             if self._pid != os.getpid():
                 self._pid = os.getpid()
                 self._workers, self._beside = Workers("kvferry-pool", THREADS), Workers("kvferry-pool-beside", BESIDE)
+                for workers in (self._workers, self._beside):  # theirs end also if it is dropped without a close()
+                    weakref.finalize(self, workers.close).atexit = False
                 self._node = Node(**self._node_options)
                 self._peers: dict[tuple[str, str], Peer] = {}
                 self._routed: tuple[tuple[Member, ...], list[Peer]] = ((), [])  # exchanged whole

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvferry import _core
-from kvferry.errors import CacheNotFound, DeadlineExceeded, InvalidArgument, KvferryError
+from kvferry.errors import CacheNotFound, Cancelled, DeadlineExceeded, InvalidArgument, KvferryError
 from kvferry.link import Link
 from kvferry.options import LONGEST_MS
 from kvferry.pool.values import Spans
@@ -107,5 +107,5 @@ class Moving:
             self.why = str(error)
             if isinstance(error, CacheNotFound):
                 return "lease_lost"
-            return "timeout" if isinstance(error, DeadlineExceeded) else "node_lost"
+            return "timeout" if isinstance(error, (DeadlineExceeded, Cancelled)) else "node_lost"
         return ""

@@ -21,9 +21,11 @@ class Future(Generic[T]):
     After it has ended, nothing is read from or written to the caller's buffers on its behalf.
     """
 
-    __slots__ = ("_callbacks", "_ended", "_error", "_lock", "_result")
+    __slots__ = ("_callbacks", "_ended", "_error", "_give_up", "_lock", "_result")
 
-    def __init__(self) -> None:
+    def __init__(self, give_up: Callable[[], None] = lambda: None) -> None:
+        """``give_up`` has what is under way touch nothing more, and returns when that is so."""
+        self._give_up = give_up
         self._lock = threading.Lock()
         self._ended = threading.Event()
         self._callbacks: list[Callable[[], None]] = []
@@ -45,9 +47,11 @@ class Future(Generic[T]):
             raise DeadlineExceeded("the call has not ended yet; it goes on, and may be waited for again")
         return self._value()
 
-    def settle(self) -> None:
-        """Waits until it has ended, in whatever way."""
-        self._ended.wait()
+    def cancel(self) -> None:
+        """From when this returns on nothing is read from or written to the caller's buffers on its behalf. It ends soon after,
+        with ``timeout`` for what had not moved. An ``await`` that is cancelled does the same."""
+        if not self.done():
+            self._give_up()
 
     def __await__(self) -> "Generator[Any, None, T]":
         import asyncio
@@ -67,7 +71,11 @@ class Future(Generic[T]):
                     return
 
             self._when_ended(tell)
-            yield from ended.__await__()
+            try:
+                yield from ended.__await__()
+            except BaseException:
+                self.cancel()
+                raise
         return self._value()
 
     def run(self, work: Callable[[], T]) -> None:
@@ -123,10 +131,16 @@ class Workers:
         self._idle = 0
         self._closed = False
 
-    def submit(self, work: Callable[[], T], until: float, late: Callable[[], T]) -> "Future[T]":
+    def submit(
+        self,
+        work: Callable[[], T],
+        until: float,
+        late: Callable[[], T],
+        give_up: Callable[[], None] = lambda: None,
+    ) -> "Future[T]":
         """Has ``work`` run on one of the threads, or ``late`` if none is free for it before ``until`` (monotonic clock), or
-        they are closed."""
-        future: Future[T] = Future()
+        they are closed. ``give_up``: as for the future."""
+        future: Future[T] = Future(give_up)
         job = _Job(future, work, late)
         with self._lock:
             if not self._closed:
