@@ -55,7 +55,7 @@ class Node:
     def __init__(self, memory: str, *, tcp: bool = False) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="kvferry-benchmark-")
         where = "127.0.0.1:0" if tcp else f"unix:{self._folder.name}/pool.sock"
-        command = [sys.executable, "-m", "kvferry.pool.node", "--listen", where, "--memory", memory]
+        command = [sys.executable, "-m", "kvferry.pool.program", "--listen", where, "--memory", memory]
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, preexec_fn=end_with_parent)
         self.pid = self._process.pid
         assert self._process.stdout is not None

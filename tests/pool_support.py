@@ -18,11 +18,11 @@ Nodes = Callable[..., "NodeProcess"]
 
 
 class NodeProcess:
-    """``python -m kvferry.pool.node`` at ``address``; `start` runs it, and again after it has ended."""
+    """``python -m kvferry.pool.program`` at ``address``; `start` runs it, and again after it has ended."""
 
     def __init__(self, address: str, memory: str = "64MiB", *options: str) -> None:
         self.address = address
-        self.command = [sys.executable, "-m", "kvferry.pool.node", "--listen", address, "--memory", memory, *options]
+        self.command = [sys.executable, "-m", "kvferry.pool.program", "--listen", address, "--memory", memory, *options]
         self.process: subprocess.Popen[str] | None = None
         self.line = ""
         self.start()

@@ -735,7 +735,9 @@ def test_a_node_that_was_started_by_hand_is_the_one_of_ones_own(home: Home, peer
     words = [sys.executable, "-m", "kvferry.cli", "pool", "serve", "--memory", "64MiB", "--segment", "8MiB"]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as node:
         assert node.stdout is not None
-        assert home.address in node.stdout.readline()
+        line = node.stdout.readline()
+        assert home.address in line
+        assert line.endswith("stop it with SIGTERM or `kvferry pool stop`\n")
         client = peers(CLIENT)
         client.call("connect")
         assert client.call("save", ["a"]) == ["saved"]
@@ -746,6 +748,7 @@ def test_a_node_that_was_started_by_hand_is_the_one_of_ones_own(home: Home, peer
         assert f"pid       {node.pid}" in seen.stdout
         assert "64.0 MiB" in seen.stdout
         assert "keys      1, of 1.0 KiB" in seen.stdout
+        assert "copies    0, of 0 bytes, of what other nodes own" in seen.stdout
         assert command("pool", "stop").returncode == 0
         assert node.wait(15) == 0
 

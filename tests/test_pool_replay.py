@@ -136,7 +136,7 @@ def test_capacities_are_tokens_or_bytes(words: str, tokens: int) -> None:
     assert capacity_tokens(words, 1 << 17) == tokens
 
 
-@pytest.mark.parametrize("words", ["", "M", "three", "-3", "0", "1B", "3Mi", "nan", "1KiB"])
+@pytest.mark.parametrize("words", ["", "M", "three", "-3", "0", "1B", "3Mi", "nan", "1KiB", "1e30"])
 def test_other_words_are_no_capacity(words: str) -> None:
     with pytest.raises(ValueError, match="is no capacity: say tokens"):
         capacity_tokens(words, 1 << 17)
@@ -170,32 +170,66 @@ def test_the_command_prints_a_row_for_each_policy_and_capacity(trace: Path, caps
     [
         (["--policy", "lru,best"], "no policy is called 'best'; there are lru, s3fifo"),
         (["--capacity", "much"], "'much' is no capacity"),
-        (["--block-tokens", "0"], "at least 1"),
+        (["--block-tokens", "0"], "from 1 to"),
+        (["--token-bytes", "9" * 5000], "from 1 to"),
         (["--plot", "/no/where/out.png"], "/no/where" if find_spec("matplotlib") else "matplotlib"),
+        (["--plot", "out.xyz"], ".png, .pdf, .svg" if find_spec("matplotlib") else "matplotlib"),
     ],
 )
 def test_what_cannot_be_done_is_said_at_once(
     trace: Path, options: list[str], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert kvferry.cli.main(["replay", str(trace), *options]) == 1
-    assert words in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        kvferry.cli.main(["replay", str(trace), *options])
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert f"argument {options[0]}: " in said
+    assert words in said
 
 
-def test_a_file_that_is_no_trace_is_named_with_the_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        (b'{"input_length": 5}', "there is no 'hash_ids'"),
+        (b'{"input_length": 5, "hash_ids": [1, -1]}', "hash_ids[1]=-1 is not a whole number from 0"),
+        (b'{"input_length": 5, "hash_ids": [99999999999999999999]}', "hash_ids[0]=99999999999999999999"),
+        (b'{"input_length": 5, "hash_ids": "12"}', "is no list"),
+        (b'{"input_length": -5, "hash_ids": [1]}', "input_length=-5 is not"),
+        (b'{"input_length": 1e400, "hash_ids": [1]}', "input_length=inf is not"),
+        (b'{"input_length": 1.5, "hash_ids": [1]}', "input_length=1.5 is not"),
+        (b"[1]", "no JSON object"),
+        (b'{"input_length": 5, "hash_ids": "\xff"}', "decode"),
+        (b"[" * 200_000, "recursion"),
+        (b"nonsense", "Expecting value"),
+    ],
+    ids=lambda words: repr(words[:40]) if isinstance(words, bytes) else "",
+)
+def test_a_file_that_is_no_trace_is_named_with_the_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], line: bytes, why: str
+) -> None:
     path = tmp_path / "trace.jsonl"
-    path.write_text('{"input_length": 5, "hash_ids": [1]}\n{"input_length": 5}\n')
+    path.write_bytes(b'{"input_length": 5, "hash_ids": [1]}\n' + line + b"\n")
     assert kvferry.cli.main(["replay", str(path)]) == 1
-    assert f"{path}, line 2: not a request with input_length and hash_ids" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert said.startswith(f"kvferry: {path}, line 2: not a request with input_length and hash_ids")
+    assert why in said
+    assert said.count("\n") == 1
+
+
+def test_a_trace_that_is_not_there_or_empty_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert kvferry.cli.main(["replay", str(tmp_path / "none")]) == 1
-    assert "No such file" in capsys.readouterr().err
+    assert capsys.readouterr().err == f"kvferry: {tmp_path / 'none'}: No such file or directory\n"
+    (tmp_path / "empty").touch()
+    assert kvferry.cli.main(["replay", str(tmp_path / "empty")]) == 1
+    assert "empty holds no requests" in capsys.readouterr().err
 
 
 def test_a_plot_without_matplotlib_is_refused_before_the_work(
     trace: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kvferry.cli, "find_spec", lambda name: None)
-    assert kvferry.cli.main(["replay", str(trace), "--plot", "out.png"]) == 1
-    assert "--plot needs matplotlib, which is not installed: pip install matplotlib" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        kvferry.cli.main(["replay", str(trace), "--plot", "out.png"])
+    assert "--plot: it needs matplotlib, which is not installed: pip install matplotlib" in capsys.readouterr().err
 
 
 def test_a_plot_is_a_picture(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ the one of whoever asks, and ends it; ``kvferry replay`` says what a pool would 
 import argparse
 import dataclasses
 import json
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -17,15 +16,19 @@ from pathlib import Path
 from typing import Any
 
 from kvferry.errors import KvferryError
+from kvferry.pool import program
+from kvferry.pool.eviction import POLICIES
 
 __all__ = ["main"]
+
+PICTURES = (".png", ".pdf", ".svg")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; its exit status.
 
     ``doctor`` ends with 1 if a transport does not work, ``pool status`` with 1 if no node listens, and whatever fails with 1
-    and one line that says why; else it is 0.
+    and one line that says why; an option that cannot be with 2, after a line that names it; else it is 0.
     """
     parser = argparse.ArgumentParser(prog="kvferry", description="Moves KV caches between processes and machines.")
     parser.add_argument("--version", action="version", version=f"kvferry {version('kvferry')}")
@@ -37,37 +40,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _add_replay(
         commands.add_parser("replay", help="recorded requests through a pool's store, bytes simulated: hit rates")
     )
-    chosen, others = parser.parse_known_args(arguments)
-    if "others" in chosen:
-        chosen.others = others
-    elif others:
-        parser.error(f"unrecognized arguments: {' '.join(others)}")
+    chosen = parser.parse_args(arguments)
     try:
         status: int = chosen.run(chosen)
         sys.stdout.flush()
+    except KeyboardInterrupt:
+        return 130
     except OSError as error:  # nobody reads what it prints, or the disk is full
         sys.stdout = None  # or the interpreter tries once more, and says so
-        sys.stderr.write(f"kvferry: {error.strerror or error}\n")
-        return 1
+        return _failed(error)
     return status
 
 
 def _add_pool(pool: argparse.ArgumentParser) -> None:
     commands = pool.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    serve = commands.add_parser(
-        "serve",
-        help="run a node in this process, until SIGTERM or SIGINT",
-        epilog="All other options are those of `python -m kvferry.pool.node`, whose --help has them.",
-    )
-    serve.add_argument("--listen", help="unix:/path/to.sock or host:port; left out, this is the pool node of your own")
-    serve.add_argument("--memory", help="the most it may take, as in 8GiB; left out, a quarter of what is free")
-    serve.add_argument("--idle-s", type=float, help="leave after so long without a client; left out, never")
-    serve.set_defaults(run=_pool_serve, others=[])
+    serve = commands.add_parser("serve", help="run a node in this process, until SIGTERM or SIGINT")
+    program.add_options(serve)
+    serve.set_defaults(run=program.serve)
     status = commands.add_parser("status", help="whether it runs, where it listens, how big it may become")
     status.add_argument("--json", action="store_true", help="for programs")
     status.set_defaults(run=_pool_status)
     stop = commands.add_parser("stop", help="ask it to leave; what it holds is lost, and loads of it are misses")
-    stop.add_argument("--timeout-s", type=float, default=10.0, help="after which it is killed (default 10)")
+    stop.add_argument("--timeout-s", type=program.seconds(), default=10.0, help="after which it is killed (default 10)")
     stop.set_defaults(run=_pool_stop)
 
 
@@ -78,11 +72,40 @@ def _add_replay(replay: argparse.ArgumentParser) -> None:
         default="100k,300k,1M,3M,10M,30M,100M",
         help="tokens (k, M, G) or bytes (MiB, GiB, TiB), with commas",
     )
-    replay.add_argument("--policy", default="lru,s3fifo", help="lru, s3fifo, or both with a comma (the default)")
-    replay.add_argument("--block-tokens", type=int, default=512, help="tokens that one id stands for (512)")
-    replay.add_argument("--token-bytes", type=int, default=1 << 17, help="KV cache of one token, in bytes (131072)")
-    replay.add_argument("--plot", type=Path, metavar="OUT.png", help="hit rate against capacity; needs matplotlib")
-    replay.set_defaults(run=_replay)
+    replay.add_argument(
+        "--policy", type=_policies, default="lru,s3fifo", help="lru, s3fifo, or both with a comma (the default)"
+    )
+    replay.add_argument(
+        "--block-tokens", type=program.whole_number(1, 1 << 31), default=512, help="tokens that one id stands for (512)"
+    )
+    replay.add_argument(
+        "--token-bytes",
+        type=program.whole_number(1, 1 << 40),
+        default=1 << 17,
+        help="KV cache of one token, in bytes (131072)",
+    )
+    replay.add_argument("--plot", type=_picture, metavar="OUT.png", help="hit rate against capacity; needs matplotlib")
+    replay.set_defaults(run=_replay, parser=replay)
+
+
+def _policies(words: str) -> list[str]:
+    policies = words.split(",")
+    if unknown := [policy for policy in policies if policy not in POLICIES]:
+        raise argparse.ArgumentTypeError(f"no policy is called {unknown[0]!r}; there are {', '.join(POLICIES)}")
+    return policies
+
+
+def _picture(words: str) -> Path:
+    path = Path(words)
+    if find_spec("matplotlib") is None:
+        raise argparse.ArgumentTypeError(
+            "it needs matplotlib, which is not installed: pip install matplotlib, or leave --plot out"
+        )
+    if path.suffix not in PICTURES:
+        raise argparse.ArgumentTypeError(f"{words!r} is no picture: its name ends with one of {', '.join(PICTURES)}")
+    if not path.absolute().parent.is_dir():
+        raise argparse.ArgumentTypeError(f"there is no directory {path.parent}")
+    return path
 
 
 def _doctor(chosen: argparse.Namespace) -> int:
@@ -98,26 +121,6 @@ def _doctor(chosen: argparse.Namespace) -> int:
     else:
         print(render(report, verdicts))
     return 0 if all(verdict.works for verdict in verdicts) else 1
-
-
-def _pool_serve(chosen: argparse.Namespace) -> int:
-    from kvferry.options import parse_size
-    from kvferry.pool import embedded, node
-
-    lock = None
-    try:
-        memory = parse_size("memory", chosen.memory) if chosen.memory else embedded.fitting_memory()
-        listen = chosen.listen
-        if listen is None:
-            listen, lock = embedded.claim(memory, chosen.idle_s)
-    except (KvferryError, OSError) as error:
-        return _failed(error)
-    idle = [] if chosen.idle_s is None else ["--idle-s", str(chosen.idle_s)]
-    try:
-        return node.main(["--listen", listen, "--memory", str(memory), *idle, *chosen.others])
-    finally:
-        if lock is not None:
-            os.close(lock)
 
 
 def _pool_status(chosen: argparse.Namespace) -> int:
@@ -138,7 +141,8 @@ def _pool_status(chosen: argparse.Namespace) -> int:
         lines = {
             "pid": seen.pid or None,
             "memory": seen.memory_bytes and f"up to {format_size(seen.memory_bytes)}",
-            "keys": facts and f"{facts['keys']}, of {format_size(facts['taken_bytes'])}",
+            "keys": facts and f"{facts['keys']}, of {format_size(facts['taken_bytes'] - facts['copies_bytes'])}",
+            "copies": facts and f"{facts['copies']}, of {format_size(facts['copies_bytes'])}, of what other nodes own",
             "answers": "no" if seen.state == "listening" and facts is None else None,
             "started": seen.started and time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seen.started)),
             "leaves": seen.idle_s and f"after {seen.idle_s:g} s without use",
@@ -181,21 +185,12 @@ def _pool_stop(chosen: argparse.Namespace) -> int:
 
 def _replay(chosen: argparse.Namespace) -> int:
     from kvferry.pool import replay
-    from kvferry.pool.eviction import POLICIES
 
     try:
-        policies = chosen.policy.split(",")
-        if unknown := [policy for policy in policies if policy not in POLICIES]:
-            raise ValueError(f"no policy is called {unknown[0]!r}; there are {', '.join(POLICIES)}")
-        if chosen.block_tokens < 1 or chosen.token_bytes < 1:
-            raise ValueError("--block-tokens and --token-bytes are at least 1")
-        if chosen.plot is not None and find_spec("matplotlib") is None:
-            raise ValueError(
-                "--plot needs matplotlib, which is not installed: pip install matplotlib, or leave --plot out"
-            )
-        if chosen.plot is not None and not chosen.plot.absolute().parent.is_dir():
-            raise ValueError(f"--plot: there is no directory {chosen.plot.parent}")
         capacities = [replay.capacity_tokens(words, chosen.token_bytes) for words in chosen.capacity.split(",")]
+    except ValueError as error:
+        chosen.parser.error(f"argument --capacity: {error}")
+    try:
         requests = replay.read(chosen.trace)
     except (ValueError, OSError) as error:
         return _failed(error)
@@ -207,7 +202,7 @@ def _replay(chosen: argparse.Namespace) -> int:
     print(replay.HEAD)
     results = []
     for result, best in replay.compare(
-        requests, capacities, policies, block_tokens=chosen.block_tokens, token_bytes=chosen.token_bytes
+        requests, capacities, chosen.policy, block_tokens=chosen.block_tokens, token_bytes=chosen.token_bytes
     ):
         results.append(result)
         print(replay.row(result, best), flush=True)
@@ -218,7 +213,10 @@ def _replay(chosen: argparse.Namespace) -> int:
 
 
 def _failed(error: Exception) -> int:
-    print(f"kvferry: {error}", file=sys.stderr)
+    why: object = error
+    if isinstance(error, OSError) and error.strerror:
+        why = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    sys.stderr.write(f"kvferry: {why}\n")
     return 1
 
 

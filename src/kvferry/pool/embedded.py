@@ -36,7 +36,7 @@ from kvferry.pool import launch
 from kvferry.pool.places import LOG_BYTES, Settings, runtime_directory, settings
 from kvferry.pool.seat import Seat
 
-__all__ = ["NodeStatus", "claim", "ensure", "find", "fitting_memory", "start_or_find", "status", "stop"]
+__all__ = ["NodeStatus", "claim", "ensure", "find", "fitting_memory", "is_own", "start_or_find", "status", "stop"]
 
 LEAST_BYTES = 16 << 20  # with less there is no node
 LOOK_S = 0.005  # between two looks at the socket, growing to LOOK_MOST_S
@@ -77,6 +77,14 @@ def find() -> str | None:
         return None
 
 
+def is_own(address: str) -> bool:
+    """Whether a node at ``address`` is the one that :func:`find`, :func:`status` and :func:`stop` mean."""
+    try:
+        return Seat(runtime_directory(create=False)).address == address
+    except KvferryError:
+        return False
+
+
 def start_or_find(timeout_ms: int, *, program: Sequence[str] | None = None) -> str | None:
     """As :func:`ensure`, but None where there is no node in the end; the log ``kvferry.pool`` says why."""
     try:
@@ -103,7 +111,7 @@ def ensure(timeout_ms: int, *, program: Sequence[str] | None = None) -> str:
     try:
         if seat.listens():  # nearly always
             return seat.address
-        return _started(seat, settings(), program or (sys.executable or "", "-m", "kvferry.pool.node"), deadline)
+        return _started(seat, settings(), program or (sys.executable or "", "-m", "kvferry.pool.program"), deadline)
     except OSError as error:  # a full disk, no descriptor left
         raise LinkFailed(f"the pool node at {seat.address} cannot be found or started: {error}") from error
 

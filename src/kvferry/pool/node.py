@@ -2,16 +2,13 @@
 
 One thread answers all calls, one after the other, so the store needs no lock. A reservation is a write window of the core
 per segment that it touches, a lease is a read window; closing one waits for whoever copies through it, and only then does
-the store hear that its places are free. Run as a program (``python -m kvferry.pool.node``), as a service, or inside a process.
+the store hear that its places are free. Run as a program by `program`, or inside a process.
 """
 
-import argparse
 import logging
 import os
 import secrets
 import shutil
-import signal
-import sys
 import tempfile
 import threading
 import time
@@ -23,16 +20,16 @@ import msgspec
 import numpy as np
 
 from kvferry import _core
-from kvferry.errors import Busy, InvalidArgument, KvferryError, NodeClosed, OutOfMemory
+from kvferry.errors import Busy, InvalidArgument, NodeClosed, OutOfMemory
 from kvferry.node import Node
-from kvferry.options import PoolOptions, parse_size, whole
+from kvferry.options import PoolOptions, whole
 from kvferry.pool import messages
 from kvferry.pool.arena import GRANULE
 from kvferry.pool.messages import code_of
 from kvferry.pool.store import Lease, Reservation, Space, Store
 from kvferry.pool.words import FULL, RESERVED
 
-__all__ = ["PoolNode", "Private", "main", "serve"]
+__all__ = ["PoolNode", "Private"]
 
 log = logging.getLogger("kvferry.pool")
 
@@ -331,6 +328,7 @@ class PoolNode:
                 "taken_bytes": seen.taken_bytes,
                 "keys": seen.keys,
                 "copies": seen.copies,
+                "copies_bytes": seen.copies_bytes,
                 "pending": seen.pending,
                 "leases": seen.leases,
                 "hits": seen.hits,
@@ -488,73 +486,3 @@ def _end_private(node: PoolNode, directory: str, pid: int) -> None:
     if os.getpid() == pid:
         node.stop()
         shutil.rmtree(directory, ignore_errors=True)
-
-
-def serve(
-    listen: str,
-    memory_bytes: int,
-    *,
-    idle_s: float | None = None,
-    segment_bytes: int = 256 << 20,
-    policy: str | None = None,
-    secret: str | bytes | None = None,
-    node_id: int | None = None,
-) -> int:
-    """Runs a node in this process until SIGTERM, SIGINT, a ``kvferry pool stop`` or ``idle_s`` without a client; 0."""
-    node = PoolNode(listen, memory_bytes, segment_bytes=segment_bytes, policy=policy, secret=secret, node_id=node_id)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: node.stop())
-    signal.siginterrupt(signal.SIGTERM, True)
-    sys.stdout.write(
-        f"kvferry pool node at {node.address}: {node.capacity_bytes / 2**30:.2f} GiB at most, process {os.getpid()}; "
-        "stop it with SIGTERM or `kvferry pool stop`\n"
-    )
-    sys.stdout.flush()
-    try:
-        node.run(idle_s)
-    finally:
-        node.close()
-    return 0
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """``python -m kvferry.pool.node``; what ``kvferry pool serve`` runs too."""
-    parser = argparse.ArgumentParser(prog="kvferry pool serve", description="Runs a pool node in this process.")
-    parser.add_argument("--listen", required=True, help="unix:/path/to.sock, or host:port")
-    parser.add_argument("--memory", required=True, type=_size, help="the most it may take, as in 8GiB")
-    parser.add_argument(
-        "--segment", type=_size, default=256 << 20, help="memory is taken and given back in such pieces"
-    )
-    parser.add_argument("--idle-s", type=float, help="leave after so long without a client")
-    parser.add_argument("--policy", help="what goes when room is needed; see docs/pool.md")
-    parser.add_argument("--secret-file", help="what links must know; the file's bytes without a newline at the end")
-    parser.add_argument("--node-id", type=int, help="what peers call it; random unless given")
-    chosen = parser.parse_args(arguments)
-    secret = None
-    if chosen.secret_file is not None:
-        with open(chosen.secret_file, "rb") as file:
-            secret = file.read().rstrip(b"\n")
-    try:
-        return serve(
-            chosen.listen,
-            chosen.memory,
-            idle_s=chosen.idle_s,
-            segment_bytes=chosen.segment,
-            policy=chosen.policy,
-            secret=secret,
-            node_id=chosen.node_id,
-        )
-    except KvferryError as error:
-        sys.stderr.write(f"kvferry pool serve: {error}\n")
-        return 1
-
-
-def _size(words: str) -> int:
-    try:
-        return parse_size("size", words)
-    except InvalidArgument as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
-if __name__ == "__main__":
-    sys.exit(main())

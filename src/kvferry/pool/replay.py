@@ -17,6 +17,7 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
+from kvferry.options import whole, whole_numbers
 from kvferry.pool.store import Store
 from kvferry.pool.words import HIT, SAVED
 
@@ -37,6 +38,7 @@ __all__ = [
 OPTIMUM = "optimum"
 
 SEGMENT_BYTES = 256 << 20
+MOST_TOKENS = 10**15
 SCALES = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 
 
@@ -72,18 +74,24 @@ class Result:
 def read(path: Path) -> list[Request]:
     """ValueError with file and line if it is not such a trace."""
     requests = []
-    with path.open() as lines:
+    with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue
             try:
                 record = json.loads(line)
-                request = Request(int(record["input_length"]), [int(block) for block in record["hash_ids"]])
-            except (ValueError, TypeError, KeyError) as error:
+                if not isinstance(record, dict):
+                    raise TypeError("it is no JSON object")
+                tokens = whole("input_length", record["input_length"])
+                blocks = whole_numbers("hash_ids", record["hash_ids"])
+            except (ValueError, TypeError, KeyError, RecursionError) as error:
+                why = f"there is no {error}" if isinstance(error, KeyError) else error
                 raise ValueError(
-                    f"{path}, line {number}: not a request with input_length and hash_ids ({error!r})"
+                    f"{path}, line {number}: not a request with input_length and hash_ids: {why}"
                 ) from error
-            requests.append(request)
+            requests.append(Request(tokens, blocks))
+    if not requests:
+        raise ValueError(f"{path} holds no requests: one JSON object a line, with input_length and hash_ids")
     return requests
 
 
@@ -96,7 +104,7 @@ def capacity_tokens(words: str, token_bytes: int) -> int:
         tokens = int(amount / token_bytes if words.endswith("B") else amount)
     except (ValueError, OverflowError):
         tokens = 0
-    if tokens < 1:
+    if not 1 <= tokens <= MOST_TOKENS:
         raise ValueError(f"{words!r} is no capacity: say tokens (500k, 3M, 1G) or bytes (512MiB, 64GiB, 2TiB)")
     return tokens
 
