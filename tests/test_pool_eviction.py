@@ -155,6 +155,6 @@ def test_a_ghost_that_is_put_again_says_the_newest_reason_and_one_that_is_droppe
         ghosts.put(7, "expired", live)
         ghosts.put(-7, "removed", live)
         assert (ghosts.get(-7), ghosts.get(7), ghosts.get(8)) == ("removed", "expired", None)
-    ghosts.drop(-7)
+    assert ghosts.take(-7) == "removed"
     assert ghosts.get(-7) is None
     assert ghosts.get(7) == "expired"

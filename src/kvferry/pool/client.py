@@ -10,7 +10,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -465,14 +465,14 @@ class Pool:
         codes = np.full(len(listed), TIMEOUT if self._membership is not None else POOL_OFF, np.uint8)
         return _Batch(listed, routed, where, began, until, codes, every)
 
-    def _where(self, blocks: Any, buffers: Any) -> tuple[Callable[[int], Values], Space]:
+    def _where(self, blocks: Any, buffers: Any, writable: bool) -> tuple[Callable[[int], Values], Space]:
         """Where so many values lie, and the space that values of this shape are in."""
         if (blocks is None) == (buffers is None):
             raise InvalidArgument("say where the values are by blocks= or by buffers=, one of the two")
         memories, space = self._registered
         if buffers is not None:
             plain = Space(space.namespace, space.domain, b"", space.quota_bytes)
-            return lambda count: of_buffers(buffers, count), plain
+            return partial(of_buffers, buffers, writable=writable), plain
         if not memories:
             raise InvalidArgument("blocks= counts the blocks of what was registered: call register(...) first")
         return lambda count: of_blocks(memories, blocks, count, memories), space
@@ -482,7 +482,7 @@ class Pool:
         return self._registered[1]
 
     def _loading(self, keys: Any, blocks: Any, buffers: Any, routes: Any, timeout_ms: int, local_only: bool) -> _Call:
-        values, space = self._where(blocks, buffers)
+        values, space = self._where(blocks, buffers, True)
         batch = self._batch(keys, routes, values, timeout_ms, writable=True)
         local = truth("local_only", local_only)
 
@@ -503,7 +503,7 @@ class Pool:
         chain: bool,
         local_copy: bool,
     ) -> _Call:
-        values, space = self._where(blocks, buffers)
+        values, space = self._where(blocks, buffers, False)
         batch = self._batch(keys, routes, values, timeout_ms)
         ttl = None if ttl_ms is None else whole("ttl_ms", ttl_ms, least=1)
         chained, copied = truth("chain", chain), truth("local_copy", local_copy)
@@ -583,6 +583,9 @@ class Pool:
             for part, why in self._in_parts(batch, peer, chosen, begin, alone=len(shares) == 1):
                 batch.lost(part, why.word)
 
+        if len(shares) == 1:
+            carry_out(*shares[0])
+            return
         late = [partial(batch.lost, chosen, "timeout") for _, chosen in shares]
         self._side_by_side([partial(carry_out, *share) for share in shares], batch.until, late)
 
@@ -659,9 +662,9 @@ class Pool:
         if batch.values is None or not len(chosen):
             step = LOOKED_FOR_AT_A_TIME
             return [chosen[at : at + step] for at in range(0, len(chosen), step)]
-        sizes = batch.values.totals[chosen]
-        if len(chosen) <= KEYS_AT_A_TIME and int(sizes.sum()) <= BYTES_AT_A_TIME:
+        if len(chosen) <= KEYS_AT_A_TIME and batch.values.bytes_of(chosen) <= BYTES_AT_A_TIME:
             return [chosen]
+        sizes = batch.values.totals[chosen]
         parts, begin = [], 0
         before = np.concatenate([[0], np.cumsum(sizes)])
         while begin < len(chosen):
@@ -685,38 +688,46 @@ class Pool:
         asked = peer.asking(request, messages.Leased, until, link, beside)
         yield
         leased = asked()
-        codes = np.frombuffer(leased.codes, np.uint8).copy()
-        hits = np.flatnonzero(codes == HIT)
-        if len(hits):
-            offsets = np.frombuffer(leased.offsets, np.uint64)
-            expected = None
-            if leased.checksums and self._verifies(peer):
-                expected = np.frombuffer(leased.checksums, np.uint64)
-            moving: list[tuple[Indices, Moving]] = []
-            try:
-                for mine, number in _by_window(leased.window_of, len(leased.windows)):
-                    spans = values.spans(chosen[hits[mine]], offsets[mine], to_node=False)
-                    way = pulling(link, leased.windows[number], leased.resolutions[number])
-                    moving.append((mine, batch.move(way, spans, beside)))
-                yield
-                for mine, move in moving:
-                    word = move.end()
-                    if word:
-                        peer.says(move.why)
-                        codes[hits[mine]] = code_of(word)
-                    elif expected is not None:
-                        which = chosen[hits[mine]]
-                        sums = values.checksums(which, _seeds(space, batch.keys, which))
-                        wrong = (sums != expected[mine]) & (expected[mine] != NO_CHECKSUM)
-                        codes[hits[mine[wrong]]] = CORRUPTED
-            finally:
-                for _, move in moving:
-                    move.give_up()
-                peer.release(link, leased.lease, int(values.totals[chosen[hits]].sum()))
-            batch.moved(int(values.totals[chosen[codes == HIT]].sum()))
-            if (codes == CORRUPTED).any():
-                self._drop(peer, link, request.space, _picked(batch.keys, chosen[codes == CORRUPTED]), batch.until)
+        codes = np.frombuffer(leased.codes, np.uint8)
+        found = chosen if leased.codes.count(HIT) == len(chosen) else chosen[codes == HIT]
         batch.codes[chosen] = codes
+        if not len(found):
+            return
+        offsets = np.frombuffer(leased.offsets, np.uint64)
+        expected = None
+        if leased.checksums and self._verifies(peer):
+            expected = np.frombuffer(leased.checksums, np.uint64)
+        moving: list[tuple[Indices, U64 | None, Moving]] = []
+        size_bytes = values.bytes_of(found)
+        batch.codes[found] = TIMEOUT  # until it is there
+        try:
+            for number, mine in enumerate(_by_window(leased.window_of, len(leased.windows))):
+                way = pulling(link, leased.windows[number], leased.resolutions[number])
+                spans = values.spans(found[mine], offsets[mine], to_node=False)
+                sums = None if expected is None else expected[mine]
+                moving.append((found[mine], sums, batch.move(way, spans, beside)))
+            yield
+            for which, sums, move in moving:
+                word = move.end()
+                if word:
+                    peer.says(move.why)
+                    batch.codes[which] = code_of(word)
+                    size_bytes -= values.bytes_of(which)
+                    continue
+                batch.codes[which] = HIT
+                if sums is not None:
+                    wrong = which[
+                        (values.checksums(which, _seeds(space, batch.keys, which)) != sums) & (sums != NO_CHECKSUM)
+                    ]
+                    if len(wrong):
+                        batch.codes[wrong] = CORRUPTED
+                        size_bytes -= values.bytes_of(wrong)
+                        self._drop(peer, link, request.space, _picked(batch.keys, wrong), batch.until)
+        finally:
+            for _, _, move in moving:
+                move.give_up()
+            peer.release(link, leased.lease, size_bytes)
+        batch.moved(size_bytes)
 
     def _save_to(
         self,
@@ -762,9 +773,10 @@ class Pool:
             moving: list[tuple[Indices, Moving]] = []
             committed = False
             try:
-                for mine, number in _by_window(reserved.window_of, len(reserved.windows)):
+                for number, mine in enumerate(_by_window(reserved.window_of, len(reserved.windows))):
+                    way = pushing(link, reserved.windows[number])
                     spans = values.spans(chosen[places[mine]], offsets[mine], to_node=True)
-                    moving.append((mine, batch.move(pushing(link, reserved.windows[number]), spans, beside)))
+                    moving.append((mine, batch.move(way, spans, beside)))
                 yield
                 for mine, move in moving:
                     which = chosen[places[mine]]
@@ -774,7 +786,7 @@ class Pool:
                         codes[places[mine]] = code_of(word)
                         failed += mine.tolist()
                         continue
-                    size_bytes += int(values.totals[which].sum())
+                    size_bytes += values.bytes_of(which)
                     if summed:
                         checksums[mine] = values.checksums(which, _seeds(space, batch.keys, which))
                 commit = messages.Commit(reserved.reservation, failed, checksums.tobytes())
@@ -822,7 +834,13 @@ class Pool:
             local.late(began)
 
     def _counted_up(self, batch: _Batch) -> Outcome:
-        counts = np.bincount(batch.codes, minlength=len(messages.WORDS))
+        codes = batch.codes
+        if len(codes) == 1:
+            with self._lock:
+                self._counted[codes[0]] += 1
+                self._moved_bytes += batch.size_bytes
+            return batch.outcome()
+        counts = np.bincount(codes, minlength=len(messages.WORDS))
         with self._lock:
             self._counted += counts
             self._moved_bytes += batch.size_bytes
@@ -907,14 +925,12 @@ class _Part:
         return TURNS[self.stage]
 
 
-def _by_window(window_of: bytes, windows: int) -> Iterator[tuple[Indices, int]]:
-    """For each window the places in it."""
+def _by_window(window_of: bytes, windows: int) -> list[Indices]:
+    """For each window the numbers of the places in it."""
     numbers = np.frombuffer(window_of, np.uint16)
     if windows == 1:
-        yield np.arange(len(numbers)), 0
-    else:
-        for number in range(windows):
-            yield np.flatnonzero(numbers == number), number
+        return [np.arange(len(numbers))]
+    return [np.flatnonzero(numbers == number) for number in range(windows)]
 
 
 def _seeds(space: Space, keys: list[bytes], chosen: Indices) -> U64:

@@ -229,12 +229,16 @@ class Ghosts:
                 return self._reasons[word & (1 << self.REASON_BITS) - 1]
         return None
 
-    def drop(self, key: int) -> None:
+    def take(self, key: int) -> str | None:
+        """As `get`, and forgets it."""
         key &= _HASH
-        first = key & self._mask
-        for at in range(first, first + self.WAYS):
-            if self._words[at] >> self.REASON_BITS == key:
-                self._words[at] = 0
+        first, words = key & self._mask, self._words
+        reason = None
+        for at in range(first, first + self.WAYS):  # it may have been put more than once
+            if words[at] >> self.REASON_BITS == key:
+                reason = reason or self._reasons[words[at] & (1 << self.REASON_BITS) - 1]
+                words[at] = 0
+        return reason
 
     def _push(self, word: int) -> None:
         words, first = self._words, word >> self.REASON_BITS & self._mask

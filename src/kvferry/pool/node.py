@@ -13,6 +13,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any
 from weakref import finalize
 
@@ -351,23 +352,19 @@ class PoolNode:
         places = [place for place in held.places if place is not None]
         if not places:
             return 0, [], b"", b""
-        table = np.array(places, np.int64)
-        segments = {place[0] for place in places}
-        if len(segments) == 1:
-            parts = [(places[0][0], table)]
-            window_of = bytes(2 * len(places))
-        else:
-            ordered = np.array(sorted(segments))
-            which = np.searchsorted(ordered, table[:, 0])
-            parts = [(segment, table[which == number]) for number, segment in enumerate(ordered.tolist())]
+        table = np.fromiter(chain.from_iterable(places), np.int64, 3 * len(places)).reshape(-1, 3)
+        parts = [(places[0][0], table)]
+        window_of = bytes(2 * len(places))
+        if len(places) > 1 and not (table[:, 0] == places[0][0]).all():
+            segments, which = np.unique(table[:, 0], return_inverse=True)
+            parts = [(segment, table[which == number]) for number, segment in enumerate(segments.tolist())]
             window_of = which.astype(np.uint16).tobytes()
         ttl_ms = int((held.until - now) * 1000)
         names: list[bytes] = []
         try:
             for segment, mine in parts:
-                runs = np.empty((len(mine), 2), np.int64)
-                runs[:, 0] = mine[:, 1] // GRANULE
-                runs[:, 1] = -(-mine[:, 2] // GRANULE)
+                runs = mine[:, 1:] + _ROUNDING  # whole granules, of the sizes too, for offsets are multiples of them
+                runs //= GRANULE
                 names.append(self._node._core.open_window(self._segments[segment], runs, access, ttl_ms))
         except BaseException:
             self._close_windows(names, lambda: None)
@@ -375,7 +372,7 @@ class PoolNode:
         self._last += 1
         self._held[self._last] = _Held(held, names)
         self._numbers[id(held)] = self._last
-        return self._last, names, window_of, table[:, 1].astype(np.uint64).tobytes()
+        return self._last, names, window_of, table[:, 1].tobytes()
 
     def _end(self, number: int) -> None:
         """Ends a lease, or a reservation without publishing it."""
@@ -439,6 +436,7 @@ class _UnknownSpace(Exception):
     pass
 
 
+_ROUNDING = np.array([0, GRANULE - 1])
 _FOUND = bytes([code_of("never_saved"), code_of("hit"), *range(2, 256)])
 
 

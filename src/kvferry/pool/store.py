@@ -240,9 +240,10 @@ class Store:
         used: list[Entry] = []
         hopeless: float = inf  # for a value of this size nothing was found in this call
         reserved = 0
+        add_place, add_outcome, add_spot = places.append, outcomes.append, spots.append
+        find, namespace, room = entries.get, space.namespace, self._room
         for key, size in zip(keys, sizes, strict=True):
-            spot = None
-            entry = entries.get(key)
+            entry = find(key)
             if entry is not None and entry.copy and (not copy or entry.size != size):
                 self._drop(entry, EVICTED)
                 entry = None
@@ -255,26 +256,26 @@ class Store:
             elif key in pending:
                 outcome = PENDING
             elif size >= hopeless:
-                outcome = FULL if self._could_hold(space.namespace, size) else OVERSIZE
+                outcome = FULL if self._could_hold(namespace, size) else OVERSIZE
             else:
-                spot = self._room(space.namespace, size, copy)
+                spot = room(namespace, size, copy)
                 if spot is not None:
-                    outcome = RESERVED
-                elif self._could_hold(space.namespace, size):
+                    slab, index = spot
+                    add_place(Place(slab.segment.number, slab.offset + index * slab.block_bytes, size))
+                    add_outcome(RESERVED)
+                    add_spot(spot)
+                    pending[key] = saving
+                    reserved += 1
+                    continue
+                if self._could_hold(namespace, size):
                     outcome = FULL
                     hopeless = size
                 else:
                     outcome = OVERSIZE
-            if spot is not None:
-                slab, index = spot
-                places.append(Place(slab.segment.number, slab.offset + index * slab.block_bytes, size))
-                pending[key] = saving
-                reserved += 1
-            else:
-                places.append(None)
-                self._not_saved[outcome] += 1
-            outcomes.append(outcome)
-            spots.append(spot)
+            add_place(None)
+            add_outcome(outcome)
+            add_spot(None)
+            self._not_saved[outcome] += 1
         if used:
             # One that was PRESENT may have gone for the room of a later key; it was there when it was asked for.
             _touch(space.namespace, [entry for entry in used if entry.alive])
@@ -308,48 +309,45 @@ class Store:
         new: list[Entry] = []
         returning: list[bool] = []
         saved_bytes = 0
+        pending, voids, places = space.pending, saving.void, saving.places
+        number, copy, salt, ghost_of = space.number, saving.copy, space.salt, self._ghosts.take
+        add_new, add_returning = new.append, returning.append
         for at, key in enumerate(saving.keys):
             spot = spots[at]
             if spot is None:
                 continue
-            void = key in saving.void
+            void = bool(voids) and key in voids
             if not void:
-                del space.pending[key]
+                del pending[key]
             if void or at in failed:
                 outcomes[at] = REMOVED if void else failed[at]
                 self._not_saved[outcomes[at]] += 1
                 self._free(namespace, spot)
                 continue
             slab, index = spot
-            place = saving.places[at]
-            assert place is not None
-            size = place.size
+            size, block_bytes = places[at][2], slab.block_bytes  # type: ignore[index] # each spot has a place
             saved_bytes += size
-            above = parents[at] if parents is not None else None
-            parent = entries.get(above) if above is not None else None
-            if parent is not None and parent.copy is not saving.copy:
-                parent = None  # or a value would hold a copy, which then is not the first to go
-            if parent is not None:
-                parent.children += 1
+            parent = None
+            if parents is not None and (above := parents[at]) is not None:
+                parent = entries.get(above)
+                if parent is not None:
+                    if parent.copy is copy:
+                        parent.children += 1
+                    else:
+                        parent = None  # or a value would hold a copy, which then is not the first to go
             entry = Entry(
-                key,
-                space.number,
-                slab,
-                index,
-                slab.block_bytes if size == slab.block_bytes else size,  # one number for all of them
-                parent,
-                expires=expires,
-                checksum=checksums[at] if checksums is not None else None,
-                copy=saving.copy,
-            )
+                key, number, slab, index, block_bytes if size == block_bytes else size, parent
+            )  # one number for all
+            if expires is not None:
+                entry.expires = expires
+            if copy:
+                entry.copy = True
+            if checksums is not None:
+                entry.checksum = checksums[at]
             entries[key] = entry
             outcomes[at] = SAVED
-            new.append(entry)
-            ghost = hash(key) ^ space.salt
-            went = self._ghosts.get(ghost)
-            returning.append(went == _EARLY)
-            if went is not None:
-                self._ghosts.drop(ghost)
+            add_new(entry)
+            add_returning(ghost_of(hash(key) ^ salt) == _EARLY)
         saving.spots = []
         if new:
             if saving.copy:
@@ -483,8 +481,8 @@ class Store:
 
     def _room(self, namespace: Namespace, size: int, copy: bool) -> Spot | None:
         quota = namespace.quota_bytes
-        takes = rounded(size)
-        if quota is not None and namespace.bytes + takes > quota:
+        if quota is not None:
+            takes = rounded(size)
             if takes > quota:
                 return None
             while namespace.bytes + takes > quota:
@@ -493,6 +491,7 @@ class Store:
         arena = self._arena
         spot = arena.take(size, namespace.group)
         if spot is None:
+            takes = rounded(size)
             if takes > arena.capacity_bytes:
                 return None
             gives_up = self._counts["evicted_bytes"] + GIVES_UP * takes + arena.segment_bytes
@@ -500,7 +499,7 @@ class Store:
                 if self._counts["evicted_bytes"] >= gives_up or not self._evict_some(copy):
                     return None
                 spot = arena.take(size, namespace.group)
-        namespace.bytes += takes
+        namespace.bytes += spot[0].block_bytes
         return spot
 
     def _evict_some(self, copies_alone: bool = False) -> bool:

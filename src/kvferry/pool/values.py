@@ -50,9 +50,15 @@ class Values:
     def __len__(self) -> int:
         return len(self.totals)
 
+    def bytes_of(self, chosen: npt.NDArray[np.int64]) -> int:
+        """Of the ``chosen`` values together."""
+        return int(self.totals[chosen[0]]) if len(chosen) == 1 else int(self.totals[chosen].sum())
+
     def spans(self, chosen: npt.NDArray[np.int64], offsets: U64, *, to_node: bool) -> Spans:
         """The moves of the ``chosen`` values from, or to, what begins at ``offsets`` (one for each) of a segment."""
         if len(self.sizes) == len(self.totals):  # a segment each
+            if len(chosen) == len(self.sizes):
+                return _spans(self.addresses, offsets, self.sizes, to_node)
             return _spans(self.addresses[chosen], offsets, self.sizes[chosen], to_node)
         at, counts = self._segments(chosen)
         there = self.into[at] + np.repeat(offsets, counts)
@@ -104,8 +110,9 @@ def of_blocks(memories: Sequence[Memory], blocks: Any, count: int, owner: object
     )
 
 
-def of_buffers(buffers: Any, count: int) -> Values:
-    """Value i is ``buffers[i]``: a list of segments, each ``(address, size_bytes)`` or an array."""
+def of_buffers(buffers: Any, count: int, *, writable: bool = True) -> Values:
+    """Value i is ``buffers[i]``: a list of segments, each ``(address, size_bytes)`` or an array. Not ``writable``: they are only
+    read, and numpy arrays may be read-only."""
     owner: object = buffers
     raw = True
     if isinstance(buffers, Buffers):
@@ -118,7 +125,7 @@ def of_buffers(buffers: Any, count: int) -> Values:
                 "equal, and each value has at least one segment"
             )
     else:
-        addresses, sizes, counts, owner, raw = _listed(buffers)
+        addresses, sizes, counts, owner, raw = _listed(buffers, writable)
     if len(counts) != count:
         raise InvalidArgument(f"{count} keys and {len(counts)} values: give one value for each key")
     if isinstance(buffers, Buffers) and len(sizes):
@@ -138,7 +145,7 @@ def of_buffers(buffers: Any, count: int) -> Values:
     return Values(addresses, sizes, into, first, totals, owner, raw)
 
 
-def _listed(buffers: Any) -> tuple[U64, U64, npt.NDArray[np.int64], object, bool]:
+def _listed(buffers: Any, writable: bool) -> tuple[U64, U64, npt.NDArray[np.int64], object, bool]:
     addresses: list[int] = []
     sizes: list[int] = []
     counts: list[int] = []
@@ -152,7 +159,10 @@ def _listed(buffers: Any) -> tuple[U64, U64, npt.NDArray[np.int64], object, bool
         if not segments:
             raise InvalidArgument(f"value {number} has no segment")
         for segment in segments:
-            if isinstance(segment, tuple) and len(segment) == 2 and all(type(word) is int for word in segment):
+            if type(segment) is np.ndarray and (plain := _plain(segment, writable)):
+                address, size = plain
+                owners.append(segment)
+            elif isinstance(segment, tuple) and len(segment) == 2 and all(type(word) is int for word in segment):
                 address, size = segment
                 if not (0 < address <= LARGEST and 0 < size <= LARGEST_VALUE and address + size - 1 <= LARGEST):
                     raise InvalidArgument(
@@ -177,6 +187,20 @@ def _listed(buffers: Any) -> tuple[U64, U64, npt.NDArray[np.int64], object, bool
         owners,
         len(owners) < len(sizes),
     )
+
+
+def _plain(array: npt.NDArray[Any], writable: bool) -> tuple[int, int] | None:
+    """Address and bytes of most arrays that come; of the others `recognise` says what is wrong, or what they are."""
+    flags, size = array.flags, array.nbytes
+    if (
+        not flags.c_contiguous
+        or not (flags.writeable or not writable)
+        or not size
+        or array.dtype.hasobject
+        or not array.ndim
+    ):
+        return None
+    return array.__array_interface__["data"][0], size
 
 
 def _integers(what: str, numbers: Any) -> npt.NDArray[np.int64]:
