@@ -707,19 +707,19 @@ NB_MODULE(_core, m) {
         const WithoutGil released;
         self.node->stop_listening();
       })
-      .def("connect", [](PyNode& self, const std::string& host, int port, std::int64_t timeout_ms) {
+      .def("connect", [](PyNode& self, const std::string& host, int port, std::int64_t timeout_ms, bool replace) {
         if (port < 0 || port > 65535) throw Error(Kind::invalid_argument, "a port lies in 0 .. 65535, not " + std::to_string(port));
         const auto deadline = deadline_of(timeout_ms);
-        return PyLink{self.node, waiting([&] { return self.node->connect(host, static_cast<std::uint16_t>(port), deadline); })};
-      }, "host"_a, "port"_a, "timeout_ms"_a)
+        return PyLink{self.node, waiting([&] { return self.node->connect(host, static_cast<std::uint16_t>(port), deadline, replace); })};
+      }, "host"_a, "port"_a, "timeout_ms"_a, "replace"_a = true)
       .def("listen_unix", [](PyNode& self, const std::string& path) {
         const WithoutGil released;
         return self.node->listen_unix(path).path;
       }, "path"_a)
-      .def("connect_unix", [](PyNode& self, const std::string& path, std::int64_t timeout_ms) {
+      .def("connect_unix", [](PyNode& self, const std::string& path, std::int64_t timeout_ms, bool replace) {
         const auto deadline = deadline_of(timeout_ms);
-        return PyLink{self.node, waiting([&] { return self.node->connect_unix(path, deadline); })};
-      }, "path"_a, "timeout_ms"_a)
+        return PyLink{self.node, waiting([&] { return self.node->connect_unix(path, deadline, replace); })};
+      }, "path"_a, "timeout_ms"_a, "replace"_a = true)
       .def("links", [](PyNode& self) {
         std::vector<PyLink> links;
         for (auto& link : self.node->links()) links.push_back({self.node, link});

@@ -99,7 +99,7 @@ LocalStep do_local_step(NodeInner& node, const hello::Challenge& challenge, cons
   return step;
 }
 
-std::shared_ptr<Link> converse(NodeInner& node, Descriptor tcp, const Endpoint& at, const Deadline& deadline) {
+std::shared_ptr<Link> converse(NodeInner& node, Descriptor tcp, const Endpoint& at, const Deadline& deadline, bool replace) {
   const auto& options = node.engine.options;
   auto endpoint = peer_endpoint(tcp.get());
   if (!at.path.empty()) endpoint.path = at.path;  // its listener may know it by another one
@@ -116,6 +116,8 @@ std::shared_ptr<Link> converse(NodeInner& node, Descriptor tcp, const Endpoint& 
   if (challenge.has_secret != said.has_secret) throw Error(Kind::refused, "one of the two nodes has a secret, the other has none");
   if (said.has_secret && !equal_in_constant_time(challenge.proof, hello::proof(options.secret, "kvferry listener", said, challenge)))
     throw Error(Kind::refused, "the secrets of the two nodes differ");
+  std::optional<NodeInner::SoleDialler> sole;
+  if (!replace) sole.emplace(node, challenge, deadline);
 
   auto step = do_local_step(node, challenge, deadline);
   const auto credentials = step.facts ? step.facts->credentials : peer_credentials(tcp.get());
@@ -145,10 +147,10 @@ std::shared_ptr<Link> converse(NodeInner& node, Descriptor tcp, const Endpoint& 
 
 }  // namespace
 
-std::shared_ptr<Link> dial_link(NodeInner& node, const Endpoint& at, const Deadline& deadline) {
+std::shared_ptr<Link> dial_link(NodeInner& node, const Endpoint& at, const Deadline& deadline, bool replace) {
   const auto where = at.path.empty() ? at.host + ":" + std::to_string(at.port) : at.text();
   try {
-    return converse(node, at.path.empty() ? dial_tcp(at.host, at.port, deadline) : dial_unix(at.path, deadline), at, deadline);
+    return converse(node, at.path.empty() ? dial_tcp(at.host, at.port, deadline) : dial_unix(at.path, deadline), at, deadline, replace);
   } catch (const wire::WireError& error) {
     throw Error({Kind::link_failed, where + " does not speak kvferry's protocol: " + error.what(), false, true}, where, "", "link");
   } catch (const Error& error) {

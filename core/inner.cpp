@@ -214,6 +214,23 @@ void NodeInner::refuse_namesake(const hello::Hello& said) const {
   }
 }
 
+NodeInner::SoleDialler::SoleDialler(NodeInner& node, const hello::Challenge& peer, const Deadline& deadline) : node_(node), peer_(peer.instance) {
+  std::unique_lock lock(node.mutex_);
+  if (!wait_on(node.dialled_, lock, deadline, [&] { return !node.dialled_alone_.contains(peer_); }))
+    throw Error(Kind::deadline, "another call that links to the same peer has not ended in time");
+  for (const auto& [_, up] : node.links_)
+    if (up.link->outgoing && up.link->peer.instance == peer_ && up.link->alive())
+      throw Error({Kind::already_linked, "this node is linked there already, to " + up.link->label() + ", and that link is not to be replaced", false, true},
+                  up.link->label(), "", "");
+  node.dialled_alone_.insert(peer_);
+}
+
+NodeInner::SoleDialler::~SoleDialler() {
+  const std::lock_guard lock(node_.mutex_);
+  node_.dialled_alone_.erase(peer_);
+  node_.dialled_.notify_all();
+}
+
 void NodeInner::stop_retired_listeners() {
   const std::lock_guard lock(listen_mutex);
   if (!retired_listeners.empty()) {

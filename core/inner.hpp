@@ -2,6 +2,7 @@
 // accept, dial and keep links; nobody else includes it.
 #pragma once
 
+#include <set>
 #include <unordered_map>
 
 #include "calls.hpp"
@@ -62,6 +63,19 @@ class NodeInner : public std::enable_shared_from_this<NodeInner> {
   std::shared_ptr<Link> new_link(PeerFacts facts, bool outgoing, const hello::Token& token,
                                  std::function<std::unique_ptr<Lane>(LaneUse)> dial);
   void refuse_namesake(const hello::Hello& said) const;  // throws Error(already_linked)
+  // Of those that may not replace a link, one at a time dials a peer: nobody finds no link and drives out another's that way.
+  // Throws Error(already_linked) if this node has opened one to it.
+  class SoleDialler {
+   public:
+    SoleDialler(NodeInner& node, const hello::Challenge& peer, const Deadline& deadline);
+    ~SoleDialler();
+    SoleDialler(const SoleDialler&) = delete;
+    SoleDialler& operator=(const SoleDialler&) = delete;
+
+   private:
+    NodeInner& node_;
+    const hello::Token peer_;
+  };
   // Makes it live: heartbeats, the watch on the peer's process, a line in the log. Replaces stale links from that node id.
   void bring_up(const std::shared_ptr<Link>& link, Descriptor control, bool replace_stale, std::vector<std::uint8_t> first = {});
   void take_down(const std::shared_ptr<Link>& link, Outcome reason);  // from any thread; does not wait
@@ -102,6 +116,8 @@ class NodeInner : public std::enable_shared_from_this<NodeInner> {
   mutable std::mutex mutex_;
   std::map<std::uint64_t, Up> links_;
   std::uint64_t last_link_ = 0;
+  std::set<hello::Token> dialled_alone_;  // instances, each by a SoleDialler
+  std::condition_variable dialled_;
   std::vector<Up> all_up() const;
   void tell_of_released_segments(const Up& up);
   std::atomic<bool> released_{false};  // memory, to the pool: peers may have to let go of segments
@@ -175,6 +191,8 @@ inline constexpr int most_incoming = 512;
 // `at`: host and port, or a path.
 Endpoint start_listening(NodeInner& node, const Endpoint& at);
 void stop_listening(NodeInner& node);
-std::shared_ptr<Link> dial_link(NodeInner& node, const Endpoint& at, const Deadline& deadline);
+// `replace`: else a link that is up, opened by this node to the very process that answers there, stays, and Error(already_linked)
+// is thrown.
+std::shared_ptr<Link> dial_link(NodeInner& node, const Endpoint& at, const Deadline& deadline, bool replace);
 
 }  // namespace kvferry

@@ -96,14 +96,14 @@ void Node::stop_listening() {
   kvferry::stop_listening(*inner_);
 }
 
-std::shared_ptr<Link> Node::connect(const std::string& host, std::uint16_t port, Deadline deadline) {
+std::shared_ptr<Link> Node::connect(const std::string& host, std::uint16_t port, Deadline deadline, bool replace) {
   engine();
-  return dial_link(*inner_, {host, port, false, {}}, deadline);
+  return dial_link(*inner_, {host, port, false, {}}, deadline, replace);
 }
 
-std::shared_ptr<Link> Node::connect_unix(const std::string& path, Deadline deadline) {
+std::shared_ptr<Link> Node::connect_unix(const std::string& path, Deadline deadline, bool replace) {
   engine();
-  return dial_link(*inner_, {{}, 0, true, path}, deadline);
+  return dial_link(*inner_, {{}, 0, true, path}, deadline, replace);
 }
 
 std::vector<std::shared_ptr<Link>> Node::links() const { return closed() ? std::vector<std::shared_ptr<Link>>{} : inner_->links(); }

@@ -47,8 +47,8 @@ class Node {
   Endpoint listen(const std::string& host, std::uint16_t port);
   Endpoint listen_unix(const std::string& path);  // a socket in the file system, at an absolute path
   void stop_listening();
-  std::shared_ptr<Link> connect(const std::string& host, std::uint16_t port, Deadline deadline);
-  std::shared_ptr<Link> connect_unix(const std::string& path, Deadline deadline);
+  std::shared_ptr<Link> connect(const std::string& host, std::uint16_t port, Deadline deadline, bool replace = true);
+  std::shared_ptr<Link> connect_unix(const std::string& path, Deadline deadline, bool replace = true);
   std::vector<std::shared_ptr<Link>> links() const;
   // Graceful: waits for this side's operations, asks the peer, drops both sides; Error(deadline | cancelled) leaves the link up
   // on both sides, also if the peer hears of it later. Forced: drops this side; operations end after the piece in hand.

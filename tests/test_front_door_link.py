@@ -646,6 +646,19 @@ def test_linking_again_replaces_the_link_there_was(ferry: Any) -> None:
     assert again.pull("kv", into=ferry.mine, blocks={0: 0}, timeout_ms=2000).size_bytes == 4 * BLOCK_BYTES
 
 
+def test_linking_again_without_replacing_leaves_the_link_there_was(ferry: Any) -> None:
+    port = ferry.p.address.rpartition(":")[2]
+    for address in (ferry.p.address, f"localhost:{port}"):
+        with pytest.raises(kvferry.AlreadyLinked, match="linked there already") as caught:
+            ferry.d.link(address, replace=False)
+        assert caught.value.operation == "link"
+    assert ferry.link.alive
+    assert ferry.d.links == [ferry.link]
+    assert ferry.link.pull("kv", into=ferry.mine, blocks={0: 0}, timeout_ms=2000).size_bytes == 4 * BLOCK_BYTES
+    ferry.link.unlink()
+    assert ferry.d.link(ferry.p.address, replace=False).alive
+
+
 def test_another_secret_is_refused() -> None:
     with kvferry.Node(listen="127.0.0.1:0", secret="one") as node:
         assert node.address

@@ -71,7 +71,7 @@ NEVER = (
     "complex",
     "function",
 )  # right for (almost) nothing
-OTHERWISE = {"force": ("True",), "reachable": ("True",), "dtype": ("class",)}  # but for these
+OTHERWISE = {"force": ("True",), "reachable": ("True",), "replace": ("True",), "dtype": ("class",)}  # but for these
 
 
 def kv() -> "list[Any]":

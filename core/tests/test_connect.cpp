@@ -296,6 +296,35 @@ static void a_peer_that_closes_every_lane_is_not_asked_for_ever() {
 }
 
 // A node is closed while others link to it and it links to them.
+// Two threads of one node that may not replace a link, to one peer by two ways: one gets it, the other hears of that; and a
+// link that is there stays.
+static void a_link_that_is_not_to_be_replaced_stays() {
+  for (int round = 0; round < 20; ++round) {
+    Node here(options(1)), there(options(2));
+    const auto at = there.listen("127.0.0.1", 0);
+    std::atomic<int> linked{0}, refused{0};
+    std::vector<std::thread> threads;
+    for (int i = 0; i < 4; ++i)
+      threads.emplace_back([&] {
+        const auto kind = kind_of([&] { here.connect(at.host, at.port, Deadline::after_ms(5000), false); });
+        linked += kind == Kind::ok;
+        refused += kind == Kind::already_linked;
+      });
+    for (auto& thread : threads) thread.join();
+    CHECK(linked == 1 && refused == 3);
+    const auto link = here.links().at(0);
+    CHECK_FAILS(Kind::already_linked, "linked there already", here.connect("localhost", at.port, Deadline::after_ms(5000), false));
+    CHECK(link->alive() && there.links().size() == 1 && there.links().at(0)->alive());
+    const auto again = here.connect(at.host, at.port, Deadline::after_ms(5000));
+    CHECK(again->alive() && eventually([&] { return !link->alive(); }));
+    // One that the peer has opened, or that is down, is in nobody's way.
+    const auto mine = here.listen("127.0.0.1", 0);
+    const auto back = there.connect(mine.host, mine.port, Deadline::after_ms(5000), false);
+    here.unlink(again, Deadline::after_ms(5000), false);
+    CHECK(here.connect(at.host, at.port, Deadline::after_ms(5000), false)->alive() && back->alive());
+  }
+}
+
 static void closing_while_linking() {
   for (int round = 0; round < 20; ++round) {
     auto node = std::make_unique<Node>(options(1));
@@ -333,6 +362,7 @@ int main() {
   a_receiver_is_told_less_time_than_the_pusher_has();
   what_may_have_been_carried_out_is_not_asked_twice();
   a_peer_that_closes_every_lane_is_not_asked_for_ever();
+  a_link_that_is_not_to_be_replaced_stays();
   closing_while_linking();
   return TEST_RESULT();
 }

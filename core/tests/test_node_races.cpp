@@ -76,7 +76,8 @@ static void many_threads_move_at_once() {
                                                     {1, 0}, {0, 1}, 2, 20'000, transports);
             push->start();
             push->layer_ready(0), push->layer_ready(1);
-            CHECK(push->wait(deadline) && push->result().outcome.ok());
+            CHECK(push->wait(deadline));
+            CHECK_ENDS(Kind::ok, "", push->result());
             CHECK(holds(*theirs.cache, 0, 8, my_tag, 2, 6) && holds(*theirs.cache, 3, 7, my_tag, 1, 5));
             break;
           }

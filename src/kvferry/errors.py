@@ -93,7 +93,8 @@ class NotLinked(KvferryError):
 
 
 class AlreadyLinked(KvferryError):
-    """Another live node that has this one's ``node_id`` is linked to that peer: give each an id of its own."""
+    """Another live node that has this one's ``node_id`` is linked to that peer: give each an id of its own. Or this node has
+    a link there that it did not want replaced."""
 
     kind = "already_linked"
 

@@ -138,20 +138,21 @@ class Node:
         self._core.stop_listening()
         self._address = None
 
-    def link(self, address: str, timeout_ms: int = 3000) -> Link:
+    def link(self, address: str, timeout_ms: int = 3000, *, replace: bool = True) -> Link:
         """Links to the node that listens at ``address``. Afterwards both sides may pull and push.
 
         A link that this node had opened to that one before is replaced and goes down, with what is in flight on it: link
-        once and let all threads use that one.
+        once and let all threads use that one. With ``replace=False`` that link stays, whichever address led there.
 
         :raises LinkFailed: nobody answers there. :raises Refused: another secret, version or user.
-        :raises AlreadyLinked: another live node with this one's ``node_id`` is linked to that one.
+        :raises AlreadyLinked: another live node with this one's ``node_id`` is linked to that one; or, with
+            ``replace=False``, this node has opened a link to it, which is as it was.
         :raises DeadlineExceeded: time was up. :raises KeyboardInterrupt: there is no link.
         """
-        where, timeout_ms = parse_place(address), checked_timeout(timeout_ms)
+        where, timeout_ms, replace = parse_place(address), checked_timeout(timeout_ms), truth("replace", replace)
         if isinstance(where, str):
-            return self._wrapped(self._core.connect_unix(where, timeout_ms))
-        return self._wrapped(self._core.connect(*where, timeout_ms))
+            return self._wrapped(self._core.connect_unix(where, timeout_ms, replace))
+        return self._wrapped(self._core.connect(*where, timeout_ms, replace))
 
     @property
     def links(self) -> list[Link]:

@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -37,6 +38,7 @@ HERE, THERE = 1, 0
 POOLS = ["llm.MemPoolConfig", "llm.HostMemPoolConfig"]
 SHAPE = [4, 4, 8]
 SUCCESS, INVALID = LLMStatusCode.LLM_SUCCESS, LLMStatusCode.LLM_PARAM_INVALID
+ALREADY = LLMStatusCode.LLM_ALREADY_LINK
 
 
 def both(code: LLMStatusCode) -> tuple[LLMStatusCode, list[LLMStatusCode]]:
@@ -249,7 +251,7 @@ assert side.link({HERE}, {here.port})[0] == 0
 def test_linking_and_unlinking(here: Side, there: Peer) -> None:
     port = there.call("where")
     assert here.link(THERE, port) == both(SUCCESS)
-    assert here.link(THERE, port) == both(LLMStatusCode.LLM_ALREADY_LINK)
+    assert here.link(THERE, port) == both(ALREADY)
     assert here.unlink(THERE, port) == both(SUCCESS)
     assert here.unlink(THERE, port) == both(SUCCESS)
     assert here.link(THERE, port) == both(SUCCESS)
@@ -286,6 +288,33 @@ def test_unlinking_without_an_address_needs_force(linked: tuple[Side, Peer]) -> 
     info.remote_cluster_id = THERE
     assert here.datadist.unlink_clusters([info]) == both(INVALID)
     assert here.datadist.unlink_clusters([info], force=True) == both(SUCCESS)
+
+
+def test_linking_to_a_linked_peer_by_another_id_leaves_its_link_alone(linked: tuple[Side, Peer]) -> None:
+    here, there = linked
+    mine, port = here.register([64, 1 << 16]), there.call("where")
+    there.call("register", [64, 1 << 16])
+    ended: list[str] = []
+
+    def pull() -> None:
+        for _ in range(30):
+            try:
+                here.pull_cache(("id", THERE, 1, 0), mine)
+            except LLMException as error:
+                ended.append(str(error))
+            else:
+                ended.append("")
+
+    pulling = threading.Thread(target=pull)
+    pulling.start()
+    try:
+        for _ in range(10):
+            clusters = [cluster(77, port), cluster(78, port), cluster(THERE, port)]
+            assert here.datadist.link_clusters(clusters, 3000) == (ALREADY, [ALREADY] * 3)
+    finally:
+        pulling.join(60)
+    assert ended == [""] * 30
+    assert status_of(lambda: here.pull_cache(("id", 77, 1, 0), mine)) == LLMStatusCode.LLM_NOT_YET_LINK
 
 
 def test_nobody_at_the_address(here: Side) -> None:
@@ -463,7 +492,7 @@ def test_each_side_of_the_hixl_backend_links_for_itself(
     here, there = start_here(transfer_backend="hixl"), start_there(transfer_backend="hixl")
     assert here.link(THERE, there.call("where")) == both(SUCCESS)
     assert there.call("link", HERE, here.port) == both(SUCCESS)
-    assert here.link(THERE, there.call("where")) == both(LLMStatusCode.LLM_ALREADY_LINK)
+    assert here.link(THERE, there.call("where")) == both(ALREADY)
 
 
 # --- roles

@@ -61,7 +61,7 @@ class Engine:
         self._opened: dict[int, kvferry.Link] = {}  # opened by this side
         self._linked_to_itself = False
         self._has_local_address = bool(options.local_comm_res)
-        self._dialling: dict[int, threading.Lock] = {}  # by cluster: a second link to it would replace the first
+        self._dialling: dict[int, threading.Lock] = {}  # by cluster: a second call is told that it is linked
         self.communicators = Communicators(self)
 
     def close(self) -> None:
@@ -130,7 +130,8 @@ class Engine:
         ip, port = cluster.remote[0]
         try:
             host = int_to_ip(ip)
-            link = self.node.link(f"{host}:{port}", timeout_ms=timeout_ms)
+            # Whoever answers there may be linked under another id than was asked for: that link must not suffer.
+            link = self.node.link(f"{host}:{port}", timeout_ms=timeout_ms, replace=False)
         except ValueError as error:
             return self._refuse(function, cluster, error)
         except kvferry.KvferryError as error:
@@ -193,7 +194,7 @@ class Engine:
         with self._dial_lock(cluster_id):
             if self.is_linked(cluster_id):
                 return
-            link = self.node.link(address, timeout_ms=timeout_ms)
+            link = self.node.link(address, timeout_ms=timeout_ms, replace=False)
             if link.peer_id != cluster_id or self._is_of_the_other_mode(link):
                 link.close()
                 sentence = (
