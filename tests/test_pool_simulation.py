@@ -105,6 +105,7 @@ class Model:
             (2, self.end_owner),
             (4, self.remove),
             (0.05, self.clear),  # type: ignore[list-item]
+            (0.05, self.part),  # type: ignore[list-item]
             (1, self.change_memory),
             (3, self.look),
         ]
@@ -286,6 +287,10 @@ class Model:
                 assert not space.entries
                 self.forget(number, [key for at, key in self.values if at == number])
                 self.forget(number, [key for saving in self.saving if saving.space is space for key in saving.keys])
+
+    def part(self) -> None:
+        """The first time, what it holds goes to a policy of its own, which is full before the quota is reached."""
+        assert self.store.space("shared", b"two", quota_bytes=CAPACITY + 64) is self.spaces[1]
 
     def forget(self, number: int, keys: list[bytes]) -> None:
         for key in keys:

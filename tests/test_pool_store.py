@@ -290,14 +290,29 @@ def test_who_holds_most_gives_first() -> None:
     assert sum(shop.exists([b"x", b"y", b"new", b"newer"], space=small)) == 4
 
 
-def test_a_first_quota_begins_with_nothing(shop: Shop) -> None:
-    shop.save()
-    lease = shop.lookup()
-    assert shop.store.space("test", b"geometry", quota_bytes=5000) is shop.space
-    assert shop.exists() == [0] * 4
-    assert shop.save() == ["full"] * 4  # what is read still counts
+@pytest.mark.parametrize("policy", ["lru", "s3fifo"])
+def test_a_namespace_that_gets_a_quota_keeps_what_it_holds_and_the_order_in_which_it_goes(policy: str) -> None:
+    shop = Shop(capacity=12 * 1024, policy=policy)
+    other = shop.store.space("other")
+    shop.save([b"x", b"y"], space=other)
+    shop.save(KEYS)
+    shop.save([b"copy"], copy=True)
+    for _ in range(3):
+        shop.store.release(shop.lookup([b"b"]))
+    lease = shop.lookup([b"c"])
+    shop.save([b"e", b"f"], space=other)
+    assert shop.store.space("test", b"geometry", quota_bytes=5 * 1024) is shop.space
+    assert shop.exists() == [1] * 4
+    assert shop.store.statistics().namespaces["test"].bytes == 5 * 1024
+    assert shop.save([b"g", b"h"]) == ["saved"] * 2  # in the place of the copy and of who was not used
+    assert sum(shop.exists([b"a", b"d"])) == 1
+    assert shop.exists([b"b", b"c", b"g", b"h", b"copy"]) == [1, 1, 1, 1, 0]
+    assert shop.exists([b"x", b"y", b"e", b"f"], space=other) == [1] * 4
+    assert shop.store.space("test", b"geometry", quota_bytes=1024) is shop.space
+    assert shop.save([b"i"]) == ["full"]  # what is read still counts
     shop.store.release(lease)
-    assert shop.save() == ["saved"] * 4
+    assert shop.save([b"i"]) == ["saved"]
+    assert shop.exists([b"x", b"y", b"e", b"f"], space=other) == [1] * 4
 
 
 def test_values_of_a_namespace_apart_share_no_segment(shop: Shop) -> None:

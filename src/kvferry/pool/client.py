@@ -210,10 +210,10 @@ class Pool:
         loads are misses until a node can be reached.
 
         ``namespace``: values of one are never found in another. With a ``secret``, only those who give the same one find
-        them. ``quota_bytes``: the most that this namespace may fill of each node. ``node_secret``: what links to the nodes
-        must know. ``transports``: what links to the nodes may use at all. ``checksum``: whether values are saved with a
-        checksum, and verified by it when they are loaded: ``"auto"``, if they cross from host to host, ``"always"`` or
-        ``"never"``.
+        them. ``quota_bytes``: the most that this namespace may fill of each node, with everybody's values: the last that any
+        pool has named counts for all of them. ``node_secret``: what links to the nodes must know. ``transports``: what links
+        to the nodes may use at all. ``checksum``: whether values are saved with a checksum, and verified by it when they are
+        loaded: ``"auto"``, if they cross from host to host, ``"always"`` or ``"never"``.
         """
         until = time.monotonic() + checked_timeout(timeout_ms) / 1000
         membership: Membership | None

@@ -58,6 +58,9 @@ class Policy(Protocol):
     def remove(self, entry: Entry) -> None:
         """It went for another reason than room: it is not ``alive`` any more."""
 
+    def part(self, entries: "set[Entry]") -> "Policy":
+        """Another one for these of its entries, which go there in the order that they had here."""
+
     def victim(self) -> "tuple[Entry, bool] | None":
         """The next to go, which the policy has forgotten by now, and whether it went early; None: all are held."""
 
@@ -94,6 +97,16 @@ class LRU:
         self._count -= 1
         self.bytes -= entry.slab.block_bytes
 
+    def part(self, entries: "set[Entry]") -> "LRU":
+        other = LRU()
+        self._shorten()
+        self._queue, other._queue = _parted(self._queue, entries)
+        for entry in entries:
+            self.remove(entry)
+            other.bytes += entry.slab.block_bytes
+        other._count = len(entries)
+        return other
+
     def victim(self) -> "tuple[Entry, bool] | None":
         queue = self._queue
         while queue:
@@ -113,6 +126,11 @@ class LRU:
         for entry in kept:
             entry.mark = 1
         self._queue = kept
+
+
+def _parted(queue: deque[Entry], entries: set[Entry]) -> tuple[deque[Entry], deque[Entry]]:
+    others, these = [deque(entry for entry in queue if (entry in entries) is mine) for mine in (False, True)]
+    return others, these
 
 
 _USES, _MAIN, _ASIDE = 3, 4, 8  # the bits of an S3-FIFO entry's mark
@@ -166,6 +184,17 @@ class S3FIFO:
                 self._small = deque(entry for entry in self._small if entry.alive)
                 self._main = deque(entry for entry in self._main if entry.alive)
                 self._gone = 0
+
+    def part(self, entries: "set[Entry]") -> "S3FIFO":
+        other = S3FIFO()
+        self._small, other._small = _parted(self._small, entries)
+        self._main, other._main = _parted(self._main, entries)
+        small_bytes = self._small_bytes
+        for entry in entries:
+            self._forget(entry)
+            other.bytes += entry.slab.block_bytes
+        other._small_bytes = small_bytes - self._small_bytes
+        return other
 
     def victim(self) -> "tuple[Entry, bool] | None":
         small, main = self._small, self._main

@@ -116,7 +116,7 @@ class Store:
     ) -> Space:
         """The space for values of this geometry. A quota holds for all of the namespace from now on (a smaller one
         from its next reservation on); None leaves it as it is. ``apart``: in segments of the namespace's own, said
-        when it is first named. A namespace that gets its first quota loses the values that it holds."""
+        when it is first named."""
         owner = self._namespaces.get(namespace)
         if owner is None:
             owner = self._namespaces[namespace] = Namespace(namespace, namespace if apart else "", self._shared)
@@ -135,9 +135,9 @@ class Store:
         return space
 
     def _part(self, namespace: Namespace) -> None:
-        """Gives it a policy of its own. What it holds goes, for a policy never gives an entry to another one."""
-        self.clear(namespace.name)
-        namespace.policy = self._make_policy()
+        """Gives it a policy of its own, and with it what it holds."""
+        values = {entry for space in namespace.spaces for entry in space.entries.values() if not entry.copy}
+        namespace.policy = self._shared.part(values) if values else self._make_policy()
         self._policies.append(namespace.policy)
 
     # --- looking --------------------------------------------------------------------------------------------------
