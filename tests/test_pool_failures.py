@@ -26,11 +26,12 @@ import kvferry
 from cgroup_support import memory_cgroup
 from failure_support import Memory, Peers, dice, seed
 from kvferry.pool import messages
+from kvferry.pool.node import PoolNode
 from namespace_support import AWAIT_CABLE, INNER, OUTER_DEVICE, Inside, cable
 from pool_sides import Raw, key_of, left_behind, value_of, word_of
 from pool_support import NodeProcess, Nodes, block_bytes_of, names, until
 
-pytestmark = pytest.mark.quick("message", "a_space_is", "argument", "given_back", "never_commits", "expired")
+pytestmark = pytest.mark.quick("message", "a_space_is", "argument", "given_back", "never_commits", "expired", "forgets")
 
 LONG = os.environ.get("KVFERRY_CAMPAIGN", "") == "long"
 LATE_S = 3.0  # an answer comes so long after its deadline at most, on a busy machine too
@@ -825,6 +826,37 @@ def test_a_space_is_for_those_who_have_opened_it(nodes: Nodes, raws: Callable[[s
             ):
                 assert answer.word == "unknown_space"
         assert pool.exists(["k"]).prefix == 1
+
+
+def test_a_node_forgets_namespaces_that_are_empty_when_nobody_has_them_open(
+    tmp_path: Any, raws: Callable[[str], Raw]
+) -> None:
+    node = PoolNode(f"unix:{tmp_path}/sock", 1 << 20)
+    thread = threading.Thread(target=node.run, daemon=True)
+    thread.start()
+    value = np.arange(100, dtype=np.uint8)
+    with kvferry.Pool.connect(node.address, namespace="kept") as pool:
+        assert pool.save(["k"], buffers=[value]).prefix == 1
+    stays = raws(node.address)
+    open_and_empty = [stays.space(f"open {number}") for number in range(50)]
+    for round in range(10):
+        raw = raws(node.address)
+        opened = [raw.space(f"run {round}.{number}") for number in range(100)]
+        assert len(set(opened + open_and_empty)) == 150
+        assert raw.reserve(opened[0], [b"k"], 100, 0).codes == bytes(
+            [messages.code_of("saved")]
+        )  # it ends with the link
+        raw.close()
+        until(lambda: len(node._opened_by) == 1)
+    assert len(node._spaces) < 500
+    assert len(node._store._spaces) == len(node._spaces)
+    assert [stays.ask(messages.Exists(space, [b"k"])).codes for space in open_and_empty] == [
+        bytes([messages.code_of("never_saved")])
+    ] * 50
+    with kvferry.Pool.connect(node.address, namespace="kept") as pool:
+        assert pool.load(["k"], buffers=[np.zeros_like(value)]).prefix == 1
+    node.close()
+    thread.join(10)
 
 
 def test_a_message_of_too_many_keys_is_refused_before_anybody_waits_for_it(

@@ -43,18 +43,22 @@ class Model:
         self.segments: dict[int, int] = {}
         self.memory_left = True
         self.store = Store(CAPACITY, segment_bytes=SEGMENT, policy=policy, add_segment=self.add, drop_segment=self.drop)
-        self.spaces = [
-            self.store.space("shared", b"one"),
-            self.store.space("shared", b"two"),
-            self.store.space("quota", quota_bytes=QUOTA),
-            self.store.space("apart", apart=True),
-        ]
+        self.spaces = list(map(self.space, range(4)))
         self.memory: dict[int, dict[int, Value]] = {}  # segment, offset
         self.values: dict[tuple[int, bytes], Value] = {}  # published, and neither removed nor expired as far as we know
         self.gone: dict[tuple[int, bytes], str] = {}
         self.saving: dict[Reservation, dict[int, Value]] = {}
         self.leases: dict[Lease, dict[int, Value]] = {}
         self.ended: set[Any] = set()
+
+    def space(self, number: int) -> Space:
+        options: list[dict[str, Any]] = [
+            {"namespace": "shared", "fingerprint": b"one"},
+            {"namespace": "shared", "fingerprint": b"two"},
+            {"namespace": "quota", "quota_bytes": QUOTA},
+            {"namespace": "apart", "apart": True},
+        ]
+        return self.store.space(**options[number])
 
     # --- the memory ---------------------------------------------------------------------------------------------------
 
@@ -106,6 +110,7 @@ class Model:
             (4, self.remove),
             (0.05, self.clear),  # type: ignore[list-item]
             (0.05, self.part),  # type: ignore[list-item]
+            (1, self.forget_space),
             (1, self.change_memory),
             (3, self.look),
         ]
@@ -287,6 +292,18 @@ class Model:
                 assert not space.entries
                 self.forget(number, [key for at, key in self.values if at == number])
                 self.forget(number, [key for saving in self.saving if saving.space is space for key in saving.keys])
+
+    def forget_space(self) -> None:
+        number = self.chance.randrange(len(self.spaces))
+        space = self.spaces[number]
+        there = any(key[0] == number and self.finds(value) for key, value in self.values.items())
+        if self.store.forget(space):
+            assert not there
+            self.spaces[number] = self.space(number)
+            assert self.spaces[number] is not space
+        else:
+            held = space.namespace.bytes if space.namespace.spaces == [space] else space.pending
+            assert there or held
 
     def part(self) -> None:
         """The first time, what it holds goes to a policy of its own, which is full before the quota is reached."""

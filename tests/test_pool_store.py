@@ -279,6 +279,30 @@ def test_a_namespace_with_a_quota_evicts_its_own_values_only() -> None:
     assert shop.store.statistics().namespaces["small"].bytes == 3 * 1024
 
 
+def test_a_space_is_forgotten_when_nothing_of_it_is_there_any_more() -> None:
+    shop = Shop(capacity=10 * 1024)
+    first, second = (shop.store.space("small", geometry, quota_bytes=3 * 1024) for geometry in (b"1", b"2"))
+    saving = shop.reserve(KEYS[:2], space=first)
+    assert not shop.store.forget(first)
+    shop.store.commit(saving, now=shop.now)
+    shop.save([b"copy"], space=second, copy=True)
+    assert not shop.store.forget(first)
+    lease = shop.lookup(KEYS[:1], space=first)
+    shop.store.clear("small")
+    assert shop.store.forget(second)
+    assert not shop.store.forget(first)  # somebody still reads of it
+    shop.store.release(lease)
+    assert shop.store.forget(first)
+    statistics = shop.store.statistics()
+    assert (statistics.taken_bytes, list(statistics.namespaces)) == (0, ["test"])
+    assert (len(shop.store._policies), shop.store._copies) == (1, [])
+    again = shop.store.space("small", b"1")
+    assert again.number not in (first.number, second.number)
+    assert shop.reasons(KEYS[:1], space=again) == ["removed"]
+    assert shop.save(space=again) == ["saved"] * 4  # without a quota
+    assert shop.exists(space=again) == [1] * 4
+
+
 def test_who_holds_most_gives_first() -> None:
     shop = Shop(capacity=10 * 1024, segment=1024)
     small = shop.store.space("small", quota_bytes=4 * 1024)

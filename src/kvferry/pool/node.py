@@ -40,6 +40,7 @@ SEGMENTS_AT_LEAST = 8
 TICK_MS = 1000  # the longest that the loop waits for a call
 MARGIN_S = 0.5  # a lease outlives its client's deadline by this, for clocks and messages on their way
 LONGEST_HOLD_S = 600.0
+MANY_SPACES = 64  # so many are kept before one looks which of them are still of use
 HELD_AGAIN_S = 1.0  # until a window that the kernel holds is tried again
 
 _CODES = {word: code_of(word) for word in messages.WORDS} | {RESERVED: code_of("saved")}
@@ -85,8 +86,10 @@ class PoolNode:
             **({} if policy is None else {"policy": policy}),
         )
         self._capacity = capacity
-        self._spaces: list[Space] = []
+        self._spaces: dict[int, Space] = {}  # no number comes again
         self._opened: dict[tuple[str, bytes, bytes], int] = {}
+        self._next_space = 0
+        self._many_spaces = MANY_SPACES
         self._opened_by: dict[int, set[int]] = {}  # link -> the spaces that it may name
         self._held: dict[int, _Held] = {}
         self._numbers: dict[int, int] = {}  # id() of what the store holds -> its number here
@@ -201,6 +204,8 @@ class PoolNode:
             return messages.Failure("internal", f"this node speaks version {messages.VERSION}, not {request.version}")
         key = (request.namespace, request.domain, request.fingerprint)
         number = self._opened.get(key)
+        if number is None and len(self._spaces) >= self._many_spaces:
+            self._forget_spaces()
         if number is None or request.quota_bytes is not None:
             # A namespace with a secret is another one than without, or with another, and has segments of its own.
             name = request.namespace + (f"\0{request.domain.hex()}" if request.domain else "")
@@ -208,10 +213,19 @@ class PoolNode:
                 name, request.fingerprint, quota_bytes=request.quota_bytes, apart=bool(request.domain)
             )
             if number is None:
-                number = self._opened[key] = len(self._spaces)
-                self._spaces.append(space)
+                number = self._opened[key] = self._next_space
+                self._next_space += 1
+                self._spaces[number] = space
         self._opened_by.setdefault(call.link_id, set()).add(number)
         return messages.Opened(number, self._node.node_id, self._capacity, not self.address.startswith("unix:"))
+
+    def _forget_spaces(self) -> None:
+        """Those that are empty and that no link has open; the others may become twice as many before the next look."""
+        named = set().union(*self._opened_by.values())
+        for key, number in list(self._opened.items()):
+            if number not in named and self._store.forget(self._spaces[number]):
+                del self._opened[key], self._spaces[number]
+        self._many_spaces = 2 * len(self._spaces) + MANY_SPACES
 
     def _exists(self, request: messages.Exists, call: Any) -> msgspec.Struct:
         flags = self._store.exists(self._space(request.space, call), request.keys, time.monotonic())

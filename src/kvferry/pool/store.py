@@ -89,7 +89,8 @@ class Store:
         self._policies = [self._shared]
         self._copies: list[Policy] = []
         self._namespaces: dict[str, Namespace] = {}
-        self._spaces: list[Space] = []
+        self._spaces: dict[int, Space] = {}
+        self._last_space = 0
         self._ghosts = Ghosts()
         self._keys = 0  # copies included
         self._copied = 0
@@ -105,7 +106,7 @@ class Store:
 
     def __del__(self) -> None:
         # A chain of entries that goes as one would be freed recursively, each by its child, and overflow the C stack.
-        for space in self._spaces:
+        for space in self._spaces.values():
             for entry in space.entries.values():
                 entry.parent = None
 
@@ -129,10 +130,27 @@ class Store:
         for space in owner.spaces:
             if space.fingerprint == fingerprint:
                 return space
-        space = Space(len(self._spaces), owner, fingerprint)
-        self._spaces.append(space)
+        self._last_space += 1
+        space = self._spaces[self._last_space] = Space(self._last_space, owner, fingerprint)
         owner.spaces.append(space)
         return space
+
+    def forget(self, space: Space) -> bool:
+        """Forgets a space that nobody will name again, and with the last one of a namespace its quota too; False while
+        anything of it is there."""
+        namespace = space.namespace
+        last = len(namespace.spaces) == 1
+        if space.entries or space.pending or (last and namespace.bytes):
+            return False
+        del self._spaces[space.number]
+        namespace.spaces.remove(space)
+        if last:
+            del self._namespaces[namespace.name]
+            if namespace.policy is not self._shared:
+                self._policies.remove(namespace.policy)
+            if namespace.copies is not None:
+                self._copies.remove(namespace.copies)
+        return True
 
     def _part(self, namespace: Namespace) -> None:
         """Gives it a policy of its own, and with it what it holds."""
@@ -445,7 +463,7 @@ class Store:
             keys=self._keys - self._copied,
             copies=self._copied,
             copies_bytes=sum(policy.bytes for policy in self._copies),
-            pending=sum(len(space.pending) for space in self._spaces),
+            pending=sum(len(space.pending) for space in self._spaces.values()),
             leases=sum(isinstance(one, Lease) for one in held),
             hits=counts["hits"],
             hit_bytes=counts["hit_bytes"],
