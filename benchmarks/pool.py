@@ -317,6 +317,18 @@ def beside(bench: Bench) -> Iterator[Row]:
         yield absolute("bytes-per-key", "-", "bytes beside the key", each, "<= 400", each <= 400)
 
 
+def chained_keys(bench: Bench) -> Iterator[Row]:
+    tokens = np.random.default_rng(5).integers(0, 49_152, 1_000_000)
+    rates = []
+    for _ in range(bench.rounds):
+        began = time.perf_counter()
+        keys = kvferry.prefix_keys(tokens, block_tokens=16)
+        rates.append(1 / (time.perf_counter() - began))
+        assert len(keys) == 1_000_000 // 16
+    figure = Figure(rates)
+    yield Row("prefix-keys", "-", "million tokens/s", figure, target=">= 2", met=figure.median >= 2)
+
+
 def turned(bench: Bench, baseline: Contender, others: list[Contender], *, higher: bool = True) -> Turns:
     return until_steady(lambda: in_turns(baseline, others, bench.rounds, higher_is_better=higher), bench.attempts)
 
@@ -372,6 +384,7 @@ CASES: dict[str, Callable[[Bench], Iterator[Row]]] = {
     "load-64x128x8KiB": scattered_load,
     "small": small,
     "load-4-clients": clients,
+    "prefix-keys": chained_keys,
     "beside": beside,
 }
 
