@@ -495,3 +495,27 @@ def test_what_is_cancelled_touches_the_memory_no_more(nodes: Nodes, awaited: boo
         outcome = loading.wait(10_000)
         assert (into == 17).all() and set(outcome.outcomes) <= {"hit", "timeout"}
         assert pool.load(keys, buffers=list(into), timeout_ms=20_000).prefix == 96 and np.array_equal(into, values)
+
+
+def test_a_signal_handler_may_use_the_pool_that_its_thread_is_using(nodes: Nodes) -> None:
+    value, other = np.zeros(64, np.uint8), np.ones(64, np.uint8)
+    saved, inside = [0], [False]
+    with kvferry.Pool.connect(nodes().address) as pool:
+        pool.save(["a"], buffers=[value])
+
+        def handler(*_: object) -> None:
+            if not inside[0]:
+                inside[0] = True
+                saved[0] += pool.save([f"b{saved[0]}"], buffers=[other], timeout_ms=500).prefix
+                inside[0] = False
+
+        before = signal.signal(signal.SIGALRM, handler)
+        signal.setitimer(signal.ITIMER_REAL, 0.001, 0.001)
+        try:
+            end = time.monotonic() + 1.5
+            while time.monotonic() < end:
+                assert pool.load(["a"], buffers=[value], timeout_ms=5000).prefix == 1
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+    assert saved[0] > 10 and not value.any()

@@ -582,7 +582,17 @@ def test_arguments_at_their_limits(nodes: Nodes) -> None:
             assert pool.save([key], buffers=[[value]]).outcomes == ["saved"]
             assert pool.load([key], buffers=[[into]]).prefix == 1 and (into == value).all()
             assert pool.exists([key]).prefix == 1 and pool.remove([key]) == 1
-        for keys in ([b"x" * 256], ["ü" * 128], [b""], [""], ["k", b"k"], ["a", "b", "a"], [None], [bytearray(b"k")]):
+        for keys in (
+            [b"x" * 256],
+            ["ü" * 128],
+            [b""],
+            [""],
+            ["k", b"k"],
+            ["a", "b", "a"],
+            [None],
+            [bytearray(b"k")],
+            ["\ud800"],
+        ):
             for call in (
                 lambda: pool.save(keys, buffers=[[value]] * len(keys)),  # noqa: B023
                 lambda: pool.load(keys, buffers=[[into]] * len(keys)),  # noqa: B023
@@ -594,6 +604,17 @@ def test_arguments_at_their_limits(nodes: Nodes) -> None:
                     call()
         assert pool.save([], buffers=[]).total == pool.load([], buffers=[]).total == pool.exists([]).total == 0
         assert pool.remove([]) == 0
+        assert pool.exists([np.bytes_(b"k")]).total == 1
+        frozen = value.copy()
+        frozen.flags.writeable = False
+        assert pool.save(["frozen"], buffers=[frozen]).prefix == 1  # it is only read
+        with pytest.raises(kvferry.InvalidArgument, match="read-only"):
+            pool.load(["frozen"], buffers=[frozen])
+        with pytest.raises(kvferry.InvalidArgument, match="at least one segment"):
+            pool.load(list("abcd"), buffers=kvferry.Buffers([into.ctypes.data], [4], [2**62, 2**62, 2**62, 2**62 + 1]))
+    for members in (5, {node.address}, [5]):
+        with pytest.raises(kvferry.InvalidArgument, match="address"):
+            kvferry.Pool.connect(members)  # type: ignore[arg-type]
 
 
 def test_values_of_another_size_or_geometry_leave_the_buffers_alone(nodes: Nodes) -> None:

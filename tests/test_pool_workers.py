@@ -38,3 +38,46 @@ def test_much_work_is_all_done_by_few_threads() -> None:
         future.wait(10_000)
     assert sorted(done) == list(range(1000))
     workers.close()
+
+
+def test_work_is_done_where_it_is_submitted_while_no_thread_can_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    workers = Workers("test", 2)
+    now = time.monotonic()
+    monkeypatch.setattr(threading.Thread, "start", start)
+    done = [workers.submit(threading.get_ident, now + 60, lambda: 0) for _ in range(5)]
+    assert [one.wait(0) for one in done] == [threading.get_ident()] * 5
+    monkeypatch.undo()
+    assert workers.submit(threading.get_ident, now + 60, lambda: 0).wait(10_000) != threading.get_ident()
+
+    free = threading.Event()
+    busy = workers.submit(lambda: free.wait(20), now + 60, lambda: False)
+    monkeypatch.setattr(threading.Thread, "start", start)
+    later = workers.submit(lambda: "done", now + 60, lambda: "late")  # by the one thread that there is
+    assert not later.done()
+    free.set()
+    assert busy.wait(10_000) and later.wait(10_000) == "done"
+    workers.close()
+
+
+def test_a_signal_handler_may_submit_while_its_thread_submits() -> None:
+    workers, inner = Workers("test", 2), []
+
+    class Queue:
+        """As if the signal came just then."""
+
+        def put(self, job: object) -> None:
+            if len(inner) < 1:
+                inner.append(workers.submit(lambda: "done", time.monotonic() + 60, lambda: "late"))
+            queue.put(job)
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(queue, name)
+
+    queue = workers._queue
+    workers._queue = Queue()  # type: ignore[assignment]
+    outer = workers.submit(lambda: "outer", time.monotonic() + 60, lambda: "late")
+    assert inner[0].wait(0) == "done" and outer.wait(10_000) == "outer"
+    workers.close()

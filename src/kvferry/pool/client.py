@@ -179,7 +179,7 @@ class Pool:
         one_of("checksum", checksum, CHECKSUMS)
         self._checksum = checksum
         self._keep = keep
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may use the pool as well, on a thread that is just using it
         self._closed = False
         self._pid = 0
         self._start = True
@@ -191,7 +191,7 @@ class Pool:
     @classmethod
     def connect(
         cls,
-        members: "str | Sequence[str | Member] | Membership | None" = None,
+        members: "str | Member | Sequence[str | Member] | Membership | None" = None,
         *,
         namespace: str = "default",
         secret: str | bytes | None = None,
@@ -202,7 +202,7 @@ class Pool:
         start: bool = True,
         timeout_ms: int = 5000,
     ) -> "Pool":
-        """Opens a pool over ``members``: an address, a list of addresses or of :class:`kvferry.Member`, or a
+        """Opens a pool over ``members``: an address, a :class:`kvferry.Member`, a list of either, or a
         :class:`Membership` that may change meanwhile.
 
         Without any, ``KVFERRY_POOL`` or the configuration file says where (docs/pool.md); else it is a node of this user's
@@ -217,7 +217,13 @@ class Pool:
         """
         until = time.monotonic() + checked_timeout(timeout_ms) / 1000
         membership: Membership | None
-        if members is not None and not isinstance(members, str | Sequence):
+        if isinstance(members, Member):
+            membership = StaticMembership([members])
+        elif members is not None and not isinstance(members, str | Sequence):
+            if not (callable(getattr(members, "members", None)) and hasattr(members, "version")):
+                raise InvalidArgument(
+                    f"members is {shown(members)}: give an address, a list of addresses or of Member, or a Membership"
+                )
             membership = members
         elif not isinstance(members, str | None) and any(isinstance(member, Member) for member in members):
             membership = StaticMembership(
@@ -855,7 +861,6 @@ class Pool:
             if self._closed:
                 return []
             if self._pid != os.getpid():
-                self._pid = os.getpid()
                 self._workers, self._beside = Workers("kvferry-pool", THREADS), Workers("kvferry-pool-beside", BESIDE)
                 for workers in (self._workers, self._beside):  # theirs end also if it is dropped without a close()
                     weakref.finalize(self, workers.close).atexit = False
@@ -863,6 +868,7 @@ class Pool:
                 self._peers: dict[tuple[str, str], Peer] = {}
                 self._routed: tuple[tuple[Member, ...], list[Peer]] = ((), [])  # exchanged whole
                 self._version = -1
+                self._pid = os.getpid()
             if membership is None or membership.version == self._version:
                 return self._routed[1]
             self._version = membership.version  # read first: a change between the two is seen by the next call
@@ -907,7 +913,7 @@ _POOLS: "weakref.WeakSet[Pool]" = weakref.WeakSet()
 def _in_a_forked_child() -> None:
     """Another thread may have held their locks; everything else of theirs is made anew by the next call (`_awake`)."""
     for pool in list(_POOLS):
-        pool._lock = threading.Lock()
+        pool._lock = threading.RLock()
 
 
 os.register_at_fork(after_in_child=_in_a_forked_child)
@@ -980,9 +986,13 @@ def _words(what: str, words: Any) -> list[bytes]:
         return list(words)
     listed = []
     for number, word in enumerate(words):
-        raw = word.encode() if isinstance(word, str) else word
+        try:
+            raw = word.encode() if isinstance(word, str) else word
+        except UnicodeEncodeError as error:
+            raise InvalidArgument(f"{what}[{number}] is {shown(word)}, which is no text: {error.reason}") from None
         if not isinstance(raw, bytes):
             raise InvalidArgument(f"{what}[{number}] is {shown(word)}: give bytes or a string")
+        raw = bytes(raw)
         if not 0 < len(raw) <= LONGEST_KEY:
             raise InvalidArgument(f"{what}[{number}] has {len(raw)} bytes: 1 to {LONGEST_KEY} are possible")
         listed.append(raw)

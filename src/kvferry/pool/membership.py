@@ -69,7 +69,7 @@ class StaticMembership:
     """
 
     def __init__(self, members: Iterable[Member] = ()) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._state = (0, _ordered(members))  # one tuple, exchanged whole: readers need no lock
         self._subscribers: dict[object, Callable[[], None]] = {}
 

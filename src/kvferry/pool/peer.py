@@ -7,6 +7,7 @@ the others go on without it.
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
@@ -51,17 +52,37 @@ class Space(msgspec.Struct, frozen=True):
     quota_bytes: int | None
 
 
+class _Line:
+    """A link, which spaces are open over it, and the leases over it whose end is still to be told."""
+
+    __slots__ = ("link", "released", "spaces")
+
+    def __init__(self, link: "Link") -> None:
+        self.link = link
+        self.spaces: dict[Space, int] = {}
+        self.released: deque[int] = deque()
+
+    def to_tell(self) -> list[int]:
+        leases: list[int] = []
+        while self.released:
+            try:
+                leases.append(self.released.popleft())
+            except IndexError:  # another thread was quicker
+                break
+        return leases
+
+
 class Peer:
-    """``find``: where the node is now, asked before every attempt to link; None or an exception: nowhere."""
+    """``find``: where the node is now, asked before every attempt to link; None or an exception: nowhere.
+
+    There is no lock that anybody waits for: a signal handler may ask the node too, on a thread that is just asking it.
+    """
 
     def __init__(self, node: "Node", find: Callable[[int], str | None]) -> None:
         self._node = node
         self._find = find
-        self._lock = threading.Lock()
         self._linking = threading.Lock()
-        self._link: Link | None = None
-        self._spaces: dict[Space, int] = {}
-        self._released: list[int] = []
+        self._line: _Line | None = None  # exchanged whole
         self._not_before = 0.0
         self._attempts = 0
         self._late = 0.0
@@ -72,17 +93,18 @@ class Peer:
 
     @property
     def link(self) -> "Link | None":
-        return self._link
+        line = self._line
+        return None if line is None else line.link
 
     def reach(self, until: float) -> "Link":
         """The link, made now if there is none. ``until``: on the monotonic clock, in seconds."""
-        link = self._link
+        link = self.link
         if link is not None and link.alive:
             return link
         if not self._linking.acquire(blocking=False):
             raise Unreachable("node_lost", self.why_not or "the node is being linked to at this moment")
         try:
-            link = self._link
+            link = self.link
             if link is not None and link.alive:
                 return link
             now = time.monotonic()
@@ -129,8 +151,9 @@ class Peer:
             return answer
         if isinstance(answer, messages.Failure):
             if answer.word == "unknown_space":
-                with self._lock:
-                    self._spaces.clear()
+                line = self._line_of(link)
+                if line is not None:
+                    line.spaces.clear()
             if answer.word == "invalid":
                 raise InvalidArgument(answer.sentence)
             raise Unreachable("node_lost", f"{link.peer}: {answer.sentence}")
@@ -145,28 +168,22 @@ class Peer:
 
     def release(self, link: "Link", lease: int, size_bytes: int) -> None:
         """Says that a lease is over: now if much hangs on it, else with the next request. What is never said ends by its time."""
-        with self._lock:
-            if link is not self._link:
-                return
-            self._released.append(lease)
-            if size_bytes < TOLD_AT_ONCE_BYTES and len(self._released) < MOST_UNTOLD:
-                return
-            leases, self._released = self._released, []
-        self.tell(link, messages.Release(leases))
+        line = self._line_of(link)
+        if line is None:
+            return
+        line.released.append(lease)
+        if size_bytes >= TOLD_AT_ONCE_BYTES or len(line.released) >= MOST_UNTOLD:
+            self.tell(link, messages.Release(line.to_tell()))
 
     def released(self, link: "Link") -> list[int]:
         """The leases to be told of with the next request."""
-        if not self._released:
-            return []
-        with self._lock:
-            if link is not self._link:
-                return []
-            leases, self._released = self._released, []
-        return leases
+        line = self._line_of(link)
+        return [] if line is None else line.to_tell()
 
     def space(self, space: Space, until: float, link: "Link") -> int:
         """The node's number for ``space``, asked once per link."""
-        number = self._spaces.get(space)
+        line = self._line_of(link) or _Line(link)
+        number = line.spaces.get(space)
         if number is None:
             opened = self.ask(
                 messages.Open(messages.VERSION, space.namespace, space.domain, space.fingerprint, space.quota_bytes),
@@ -175,15 +192,13 @@ class Peer:
                 link,
             )
             number, self.beyond_host = opened.space, opened.beyond_host
-            with self._lock:
-                if link is self._link:
-                    self._spaces[space] = number
+            line.spaces[space] = number
         return number
 
     @property
     def prompt(self) -> bool:
         """Whether those who can do without may ask it: a link is up, and it did not keep one of them waiting just now."""
-        link = self._link
+        link = self.link
         return link is not None and link.alive and time.monotonic() >= self._late
 
     def late(self, since: float) -> None:
@@ -200,7 +215,11 @@ class Peer:
             log.warning("misses, because %s", sentence)
 
     def close(self) -> None:
-        self._forget(self._link)
+        self._forget(self.link)
+
+    def _line_of(self, link: "Link") -> _Line | None:
+        line = self._line
+        return line if line is not None and line.link is link else None
 
     def _make(self, until: float, now: float) -> "Link":
         try:
@@ -216,17 +235,12 @@ class Peer:
             word = "timeout" if isinstance(error, DeadlineExceeded) else "node_lost"
             raise Unreachable(word, self.why_not) from None
         self._attempts, self.why_not, self._said = 0, "", ""
-        with self._lock:
-            self._spaces.clear()
-            self._released.clear()
-            self._link = link
+        self._line = _Line(link)
         self.same_host = link.statistics().same_host
         return link
 
     def _forget(self, link: "Link | None") -> None:
-        with self._lock:
-            self._link = None
-            self._spaces.clear()
+        self._line = None
         if link is not None:
             try:
                 link.unlink(force=True)

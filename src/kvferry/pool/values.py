@@ -119,7 +119,9 @@ def of_buffers(buffers: Any, count: int, *, writable: bool = True) -> Values:
         # Copies: the caller may use his arrays for something else while the values are moved.
         addresses, sizes = _words("addresses", buffers.addresses).copy(), _words("sizes", buffers.sizes).copy()
         counts = _integers("counts", buffers.counts)
-        if len(addresses) != len(sizes) or int(counts.sum()) != len(sizes) or (len(counts) and int(counts.min()) < 1):
+        # No count alone may be so large that the sum of them wraps.
+        fit = not len(counts) or (int(counts.min()) >= 1 and int(counts.max()) <= len(sizes))
+        if len(addresses) != len(sizes) or not fit or int(counts.sum()) != len(sizes):
             raise InvalidArgument(
                 f"{len(addresses)} addresses, {len(sizes)} sizes and counts of {int(counts.sum())} segments: they must be "
                 "equal, and each value has at least one segment"

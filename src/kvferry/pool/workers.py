@@ -26,7 +26,7 @@ class Future(Generic[T]):
     def __init__(self, give_up: Callable[[], None] = lambda: None) -> None:
         """``give_up`` has what is under way touch nothing more, and returns when that is so."""
         self._give_up = give_up
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._ended = threading.Event()
         self._callbacks: list[Callable[[], None]] = []
         self._result: T | None = None
@@ -106,6 +106,14 @@ class Future(Generic[T]):
         return f"<Future: {'ended' if self.done() else 'under way'}>"
 
 
+def _started(work: Callable[[], None], name: str) -> bool:
+    try:
+        threading.Thread(target=work, name=name, daemon=True).start()
+    except RuntimeError:  # this process may have no more of them
+        return False
+    return True
+
+
 class _Job:
     """``taken``: somebody carries it out, or its time was over before anybody could."""
 
@@ -121,7 +129,7 @@ class Workers:
 
     def __init__(self, name: str, most: int) -> None:
         self._name, self._most = name, most
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._queue: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._waiting: list[tuple[float, int, _Job]] = []  # by the end of their time
@@ -129,7 +137,7 @@ class Workers:
         self._watched = False
         self._threads = 0
         self._idle = 0
-        self._closed = False
+        self._closed = self._within = False
 
     def submit(
         self,
@@ -139,22 +147,38 @@ class Workers:
         give_up: Callable[[], None] = lambda: None,
     ) -> "Future[T]":
         """Has ``work`` run on one of the threads, or ``late`` if none is free for it before ``until`` (monotonic clock), or
-        they are closed. ``give_up``: as for the future."""
+        they are closed; on the calling thread, before this returns, if no thread can be had. ``give_up``: as for the
+        future."""
         future: Future[T] = Future(give_up)
         job = _Job(future, work, late)
+        here = work
         with self._lock:
-            if not self._closed:
-                if self._idle > 0:
-                    self._idle -= 1
-                elif self._threads < self._most:
-                    self._threads += 1
-                    threading.Thread(target=self._serve, name=self._name, daemon=True).start()
-                else:
-                    self._watch_for(job, until)
-                self._queue.put(job)
-                return future
-        future.run(late)
+            if not self._within:  # else this is a signal handler, on a thread that is just submitting
+                self._within = True
+                try:
+                    if self._closed:
+                        here = late
+                    elif self._served(job, until):
+                        self._queue.put(job)
+                        return future
+                finally:
+                    self._within = False
+        future.run(here)
         return future
+
+    def _served(self, job: _Job, until: float) -> bool:
+        """Some thread will take it, now or later."""
+        if self._idle > 0:
+            self._idle -= 1
+            return True
+        if self._threads < self._most:
+            self._threads += 1
+            if _started(self._serve, self._name):
+                return True
+            self._threads -= 1
+        if self._threads:
+            self._watch_for(job, until)
+        return self._threads > 0
 
     def close(self) -> None:
         """What was submitted is still carried out; the threads end after it."""
@@ -187,8 +211,7 @@ class Workers:
         if self._watched:
             self._changed.notify()
         else:
-            self._watched = True
-            threading.Thread(target=self._watch, name=f"{self._name}-clock", daemon=True).start()
+            self._watched = _started(self._watch, f"{self._name}-clock")
 
     def _watch(self) -> None:
         while True:
