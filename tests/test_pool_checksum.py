@@ -197,7 +197,7 @@ def test_a_right_value_under_a_wrong_key_is_corrupted() -> None:
     values, into, keys = block_bytes_of(4, 3, SIZE), np.zeros((3, SIZE), np.uint8), names(3)
     with kvferry.Pool.private(32 << 20, checksum="always") as pool:
         assert pool.save(keys, buffers=list(values)).prefix == 3
-        (space,) = pool._keep._node._spaces
+        (space,) = pool._keep._node._spaces.values()
         first, second = (space.entries[key] for key in keys[:2])
         (first.slab, first.index), (second.slab, second.index) = (second.slab, second.index), (first.slab, first.index)
         assert pool.load(keys, buffers=list(into)).outcomes == ["corrupted", "corrupted", "hit"]

@@ -78,7 +78,7 @@ def test_what_another_thread_carries_out_can_be_stopped(
 def test_a_chain_goes_on_from_part_to_part(pool: kvferry.Pool) -> None:
     values, keys = block_bytes_of(3, 7, SIZE), names(7)
     assert pool.save(keys, buffers=list(values), chain=True).prefix == 7
-    (space,) = pool._keep._node._spaces
+    (space,) = pool._keep._node._spaces.values()
     entries = [space.entries[key] for key in keys]
     assert [entry.parent for entry in entries] == [None, *entries[:-1]]
 
