@@ -61,7 +61,7 @@ class ArenaAgainstModel(RuleBasedStateMachine):
     def give(self, data: Any, times: int) -> None:
         for _ in range(min(times, len(self.taken))):
             spot, _, _ = self.taken.pop(data.draw(st.integers(0, len(self.taken) - 1)))
-            self.arena.give(spot)
+            self.arena.give(*spot)
 
     @rule()
     def trim(self) -> None:
@@ -90,7 +90,7 @@ class ArenaAgainstModel(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         for spot, _, _ in self.taken:
-            self.arena.give(spot)
+            self.arena.give(*spot)
         assert len(self.segments.sizes) <= 1  # one that is empty is kept
         self.arena.trim()
         assert not self.segments.sizes
@@ -109,7 +109,7 @@ def test_equal_values_fill_a_segment_but_for_less_than_one_of_them(size: int) ->
         spots.append(spot)
     assert len(spots) == SEGMENT // (-(-size // GRANULE) * GRANULE)
     for spot in spots:
-        arena.give(spot)
+        arena.give(*spot)
     assert arena.take(SEGMENT) is not None
     assert segments.asked == 1
 
@@ -144,7 +144,7 @@ def test_an_empty_segment_makes_way_for_a_group_that_needs_one() -> None:
     spot = arena.take(100)
     assert spot is not None
     assert arena.take(100, "apart") is None
-    arena.give(spot)
+    arena.give(*spot)
     assert arena.take(100, "apart") is not None
     assert list(segments.sizes) == [1]
 
@@ -154,7 +154,7 @@ def test_one_that_comes_and_goes_costs_no_segment_each_time() -> None:
     for _ in range(100):
         spot = arena.take(SEGMENT)
         assert spot is not None
-        arena.give(spot)
+        arena.give(*spot)
     assert segments.asked == 1
 
 
@@ -176,5 +176,5 @@ def test_what_is_free_side_by_side_is_one_piece(kept: int) -> None:
     for at, spot in enumerate(spots):
         if at != kept:
             assert spot is not None
-            arena.give(spot)
+            arena.give(*spot)
     assert arena.take(SEGMENT // 4 * 2 - 64 * 4) is not None

@@ -1,5 +1,6 @@
 """Who goes when the pool needs room, seen through a store of four equal values."""
 
+import numpy as np
 import pytest
 
 from kvferry.pool.eviction import LRU, S3FIFO, Entry, Ghosts
@@ -125,7 +126,7 @@ def test_a_forgotten_entry_costs_no_memory_for_long() -> None:
             policy.touch([new])
             if number % 10:
                 new.alive = False
-                policy.remove(new)
+                policy.remove([new])
             else:
                 kept.append(new)
         assert policy.bytes == 64 * len(kept)
@@ -146,6 +147,25 @@ def test_ghosts_are_about_as_many_as_entries_and_the_oldest_go_first() -> None:
     assert 10_000 < len(remembered) <= 2 * 20_000
     assert sum(ghosts.get(key) is not None for key in keys[-5000:]) > 4950
     assert sum(ghosts.get(key) is not None for key in keys[:20_000]) < 1000
+
+
+def test_ghosts_that_come_at_once_are_those_that_come_one_after_the_other() -> None:
+    chance = np.random.default_rng(3)
+    one, many = Ghosts(), Ghosts()
+    for count in (1, 3, 5000, 0, 20_000, 100, 100_000):
+        keys = chance.integers(-(1 << 63), 1 << 63, count)
+        keys[::5] = keys[0] if count else 0  # a bucket that gets more than it has room for
+        while count > len(one._words):
+            one._grow()
+        for key in keys.tolist():
+            one.put(key, ("expired", "removed")[count % 2], 0)
+        many.put_all(keys, ("expired", "removed")[count % 2])
+        assert many._words == one._words
+    many._empty(2 * len(one._words))
+    for word in filter(None, reversed(one._words)):
+        many._push(word)
+    one._grow()
+    assert many._words == one._words
 
 
 def test_a_ghost_that_is_put_again_says_the_newest_reason_and_one_that_is_dropped_nothing() -> None:

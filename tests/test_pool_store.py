@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -221,6 +222,45 @@ def test_clear_empties_one_namespace_of_every_geometry(shop: Shop) -> None:
     assert shop.exists() == shop.exists(space=more) == [0] * 4
     assert shop.exists(space=other) == [1] * 4
     assert shop.store.clear("nobody's") == 0
+
+
+@pytest.mark.parametrize("policy", ["lru", "s3fifo"])
+def test_clearing_does_what_removing_every_key_does(policy: str) -> None:
+    def filled() -> "tuple[Shop, Lease, Reservation]":
+        shop = Shop(capacity=1 << 17, policy=policy)
+        for at in range(0, 40, 4):
+            keys = [b"%d" % number for number in range(at, at + 4)]
+            shop.save(keys, 100 * at + 64, parents=CHAIN, ttl_ms=500 if at % 3 else None, copy=at > 30)
+            shop.save(keys, 64, space=shop.store.space("other"))
+        lease = shop.lookup([b"3", b"9", b"38"])
+        return shop, lease, shop.reserve([b"x", b"y"], ttl_ms=5)
+
+    (one, *held_one), (other, *held_other) = filled(), filled()
+    keys = [*one.space.entries, *one.space.pending]
+    assert one.store.clear("test") == other.store.remove(other.space, keys) == 34
+    for shop, (lease, saving) in (one, held_one), (other, held_other):
+        assert shop.reasons(keys) == ["removed"] * 40 + ["never_saved"] * 2
+        assert not shop.store._ttl_live
+        assert shop.store.commit(saving, now=shop.now) == ["removed"] * 2
+        assert shop.store.statistics().namespaces["test"].bytes > 0  # what is read has its place
+        shop.store.release(lease)
+        assert shop.store.statistics().namespaces["test"].bytes == 0
+        shop.save([b"%d" % number for number in range(200)])
+    assert one.store.statistics() == other.store.statistics()
+    assert one.exists(keys) == other.exists(keys)
+
+
+def test_clearing_many_keys_is_quick() -> None:
+    keys = [b"%d" % number for number in range(200_000)]
+
+    def timed(empty: "Callable[[Shop], int]") -> float:
+        shop = Shop(capacity=1 << 25, segment=1 << 25)
+        shop.save(keys, 64)
+        before = time.process_time()
+        assert empty(shop) == len(keys)
+        return time.process_time() - before
+
+    assert timed(lambda shop: shop.store.clear("test")) < timed(lambda shop: shop.store.remove(shop.space, keys)) / 2
 
 
 def test_a_full_store_evicts_and_then_refuses_the_rest() -> None:

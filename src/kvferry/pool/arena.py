@@ -3,7 +3,7 @@
     arena = Arena(capacity_bytes, segment_bytes=256 << 20, add_segment=…, drop_segment=…)
     spot = arena.take(size_bytes, group="")      # (slab, index), or None: nothing is free for it
     arena.place(spot, size_bytes)                # Place(segment, offset, size)
-    arena.give(spot)                             # free again
+    arena.give(*spot)                            # free again; several of a slab: arena.give(slab, *indices)
 
 Segments come when they are needed (`add_segment(number, bytes)`) and go whole (`drop_segment(number)`): one that is
 empty is kept for the next value, a second one is not. Numbers are never used again. A value larger than a segment gets
@@ -166,12 +166,11 @@ class Arena:
         self.taken_bytes += block_bytes
         return slab, index
 
-    def give(self, spot: Spot) -> None:
-        slab, index = spot
+    def give(self, slab: Slab, *indices: int) -> None:
         kind = slab.kind
-        kind.live -= 1
-        self.taken_bytes -= slab.block_bytes
-        slab.given.append(index)
+        kind.live -= len(indices)
+        self.taken_bytes -= len(indices) * slab.block_bytes
+        slab.given.extend(indices)
         if len(slab.given) == slab.fresh:
             if slab.position >= 0:
                 kind.closes(slab)

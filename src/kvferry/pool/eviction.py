@@ -12,11 +12,14 @@ Knows no clock and no places.
 
 from array import array
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from collections.abc import Set as AbstractSet
 from itertools import compress
 from typing import Protocol
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from kvferry.pool.arena import Slab
 
@@ -55,10 +58,10 @@ class Policy(Protocol):
     def unheld(self, entry: Entry) -> None:
         """It has neither a reader nor a child any more."""
 
-    def remove(self, entry: Entry) -> None:
-        """It went for another reason than room: it is not ``alive`` any more."""
+    def remove(self, entries: Collection[Entry]) -> None:
+        """They went for another reason than room: they are not ``alive`` any more."""
 
-    def part(self, entries: "set[Entry]") -> "Policy":
+    def part(self, entries: AbstractSet[Entry]) -> "Policy":
         """Another one for these of its entries, which go there in the order that they had here."""
 
     def victim(self) -> "tuple[Entry, bool] | None":
@@ -93,18 +96,19 @@ class LRU:
             entry.mark = 1
             self._queue.appendleft(entry)
 
-    def remove(self, entry: Entry) -> None:
-        self._count -= 1
-        self.bytes -= entry.slab.block_bytes
+    def remove(self, entries: Collection[Entry]) -> None:
+        self._count -= len(entries)
+        self.bytes -= sum(entry.slab.block_bytes for entry in entries)
+        if len(self._queue) > 2 * self._count + 64:
+            self._shorten()
 
-    def part(self, entries: "set[Entry]") -> "LRU":
+    def part(self, entries: AbstractSet[Entry]) -> "LRU":
         other = LRU()
         self._shorten()
         self._queue, other._queue = _parted(self._queue, entries)
-        for entry in entries:
-            self.remove(entry)
-            other.bytes += entry.slab.block_bytes
-        other._count = len(entries)
+        before = self.bytes
+        self.remove(entries)
+        other.bytes, other._count = before - self.bytes, len(entries)
         return other
 
     def victim(self) -> "tuple[Entry, bool] | None":
@@ -113,7 +117,8 @@ class LRU:
             entry = queue.popleft()
             entry.mark -= 1
             if not entry.mark and entry.alive and not entry.pins and not entry.children:
-                self.remove(entry)
+                self._count -= 1
+                self.bytes -= entry.slab.block_bytes
                 return entry, False
         return None
 
@@ -128,7 +133,7 @@ class LRU:
         self._queue = kept
 
 
-def _parted(queue: deque[Entry], entries: set[Entry]) -> tuple[deque[Entry], deque[Entry]]:
+def _parted(queue: deque[Entry], entries: AbstractSet[Entry]) -> tuple[deque[Entry], deque[Entry]]:
     others, these = [deque(entry for entry in queue if (entry in entries) is mine) for mine in (False, True)]
     return others, these
 
@@ -176,24 +181,24 @@ class S3FIFO:
             entry.mark -= _ASIDE
             (self._main if entry.mark & _MAIN else self._small).appendleft(entry)
 
-    def remove(self, entry: Entry) -> None:
-        self._forget(entry)
-        if not entry.mark & _ASIDE:
-            self._gone += 1
-            if self._gone > 64 and 2 * self._gone > len(self._small) + len(self._main):
-                self._small = deque(entry for entry in self._small if entry.alive)
-                self._main = deque(entry for entry in self._main if entry.alive)
-                self._gone = 0
+    def remove(self, entries: Collection[Entry]) -> None:
+        for entry in entries:
+            self._forget(entry)
+            if not entry.mark & _ASIDE:
+                self._gone += 1
+        if self._gone > 64 and 2 * self._gone > len(self._small) + len(self._main):
+            self._small = deque(entry for entry in self._small if entry.alive)
+            self._main = deque(entry for entry in self._main if entry.alive)
+            self._gone = 0
 
-    def part(self, entries: "set[Entry]") -> "S3FIFO":
+    def part(self, entries: AbstractSet[Entry]) -> "S3FIFO":
         other = S3FIFO()
         self._small, other._small = _parted(self._small, entries)
         self._main, other._main = _parted(self._main, entries)
-        small_bytes = self._small_bytes
+        before, small_before = self.bytes, self._small_bytes
         for entry in entries:
             self._forget(entry)
-            other.bytes += entry.slab.block_bytes
-        other._small_bytes = small_bytes - self._small_bytes
+        other.bytes, other._small_bytes = before - self.bytes, small_before - self._small_bytes
         return other
 
     def victim(self) -> "tuple[Entry, bool] | None":
@@ -245,10 +250,14 @@ class Ghosts:
         """``live`` is how many entries there are."""
         if live > len(self._words):
             self._grow()
-        if reason not in self._reasons:
-            assert len(self._reasons) < 1 << self.REASON_BITS
-            self._reasons.append(reason)
-        self._push((key & _HASH) << self.REASON_BITS | self._reasons.index(reason))
+        self._push((key & _HASH) << self.REASON_BITS | self._code(reason))
+
+    def put_all(self, keys: "npt.NDArray[np.int64]", reason: str) -> None:
+        """Of so many entries that went at once, in this order."""
+        while len(keys) > len(self._words):
+            self._grow()
+        code = np.uint64(self._code(reason))
+        self._push_all(keys.view(np.uint64) << np.uint64(self.REASON_BITS) | code)
 
     def get(self, key: int) -> str | None:
         key &= _HASH
@@ -269,6 +278,12 @@ class Ghosts:
                 words[at] = 0
         return reason
 
+    def _code(self, reason: str) -> int:
+        if reason not in self._reasons:
+            assert len(self._reasons) < 1 << self.REASON_BITS
+            self._reasons.append(reason)
+        return self._reasons.index(reason)
+
     def _push(self, word: int) -> None:
         words, first = self._words, word >> self.REASON_BITS & self._mask
         words[first + 1 : first + self.WAYS] = words[first : first + self.WAYS - 1]
@@ -279,11 +294,23 @@ class Ghosts:
         self._mask = size - self.WAYS  # the first word of a bucket
 
     def _grow(self) -> None:
-        words = self._words
+        words = np.frombuffer(self._words, np.uint64)[::-1]  # the newest of a bucket last
         self._empty(2 * len(words))
-        for word in reversed(words):  # the newest of a bucket last
-            if word:
-                self._push(word)
+        self._push_all(words[words != 0])
+
+    def _push_all(self, words: "npt.NDArray[np.uint64]") -> None:
+        """`_push` of each, a bucket at a time: its newest `WAYS` words stay."""
+        table = np.frombuffer(self._words, np.uint64).reshape(-1, self.WAYS)
+        buckets = (words >> np.uint64(self.REASON_BITS) & np.uint64(self._mask)) // np.uint64(self.WAYS)
+        order = np.argsort(buckets, kind="stable")
+        words, buckets = words[order], buckets[order]
+        ends = np.flatnonzero(np.append(buckets[1:] != buckets[:-1], [True] * bool(len(buckets))))
+        counts = np.diff(ends, prepend=-1)
+        buckets = buckets[ends]
+        for way in reversed(range(self.WAYS)):  # what stands before it is moved first
+            new = counts > way
+            table[buckets[new], way] = words[ends[new] - way]
+            table[buckets[~new], way] = table[buckets[~new], way - counts[~new]]
 
 
 _HASH = (1 << 64 - Ghosts.REASON_BITS) - 1
