@@ -108,7 +108,7 @@ class Model:
             (5, self.pass_time),
             (2, self.end_owner),
             (4, self.remove),
-            (0.05, self.clear),  # type: ignore[list-item]
+            (0.2, self.clear),  # type: ignore[list-item]
             (0.05, self.part),  # type: ignore[list-item]
             (1, self.forget_space),
             (1, self.change_memory),

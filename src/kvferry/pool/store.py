@@ -555,6 +555,8 @@ class Store:
     def _clear(self, space: Space) -> int:
         """What :meth:`remove` of all its keys does, in a fifth of the time."""
         namespace, entries = space.namespace, list(space.entries.values())
+        self._ghosts.put_all(np.fromiter(map(hash, space.entries), np.int64, len(entries)) ^ space.salt, REMOVED)
+        space.entries.clear()  # nothing is found any more whose place is free
         free: defaultdict[Slab, list[int]] = defaultdict(list)
         for entry in entries:
             entry.alive = False
@@ -569,14 +571,12 @@ class Store:
             namespace.copies.remove(copies)
         values = [entry for entry in entries if not entry.copy] if copies else entries
         namespace.policy.remove(values)
-        self._ghosts.put_all(np.fromiter(map(hash, space.entries), np.int64, len(entries)) ^ space.salt, REMOVED)
         if self._ttl_live:
             self._ttl_live -= sum(entry.expires is not None for entry in entries)
             self._forget_ttls()
         self._keys -= len(entries)
         self._copied -= len(copies)
         self._counts["removed"] += len(values)
-        space.entries.clear()
         return len(values) + self.remove(space, [*space.pending])
 
     def _unlink(self, entry: Entry, reason: str) -> None:
