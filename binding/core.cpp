@@ -14,6 +14,7 @@
 
 #include <new>
 #include <stdexcept>
+#include <system_error>
 
 #include "../core/checksum.hpp"
 #include "../core/copier.hpp"
@@ -427,6 +428,8 @@ NB_MODULE(_core, m) {
       raise(error);
     } catch (const std::bad_alloc&) {
       raise(Error(Kind::out_of_memory, "this process has no memory left for what was asked for"));
+    } catch (const std::system_error& error) {  // a lock, or what else the library asks the system for
+      raise(Error(Kind::busy, sentence("the system refuses what was asked for: ", error.what())));
     } catch (const std::length_error&) {
       raise(Error(Kind::out_of_memory, "more was asked for than can be addressed"));
     }

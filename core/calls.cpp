@@ -236,7 +236,7 @@ class Calls::Refuser : public Watcher {
 
 Calls::Calls(Engine& engine)
     : engine_(engine), epoll_(::epoll_create1(EPOLL_CLOEXEC)), event_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK | EFD_SEMAPHORE)) {
-  if (!epoll_ || !event_) throw Error(Kind::busy, "out of descriptors: no epoll or eventfd can be had");
+  if (!epoll_ || !event_) throw not_to_be_had("an epoll or eventfd", errno);
   epoll_event event{};
   event.events = EPOLLIN;
   event.data.u64 = event_token;
@@ -378,7 +378,7 @@ void Calls::watch(Token token, int fd, std::uint32_t events, bool known) {
   event.events = events | EPOLLONESHOT;
   event.data.u64 = token;
   if (::epoll_ctl(epoll_.get(), known ? EPOLL_CTL_MOD : EPOLL_CTL_ADD, fd, &event) != 0 && !known)
-    throw Error(Kind::busy, "a connection cannot be watched: out of kernel memory for epoll");
+    throw not_to_be_had("a watch on a connection", errno);
 }
 
 void Calls::forget(Token token, int fd) noexcept {

@@ -4,22 +4,24 @@
 #include <sys/eventfd.h>
 #include <unistd.h>
 
+#include <cerrno>
 #include <chrono>
-#include <system_error>
 
 #include "operation.hpp"
+#include "sentence.hpp"
 #include "thread.hpp"
 
 namespace kvferry {
 
 Crew::Crew(unsigned threads, unsigned helpers)
     : threads_wanted_(threads), helpers_(helpers), event_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
-  if (!event_) throw Error(Kind::busy, "out of descriptors: no eventfd can be had");
+  if (!event_) throw not_to_be_had("an eventfd", errno);
 }
 
 Crew::~Crew() { stop(); }
 
 void Crew::start() {
+  threads_.reserve(threads_wanted_);
   for (unsigned i = 0; i < threads_wanted_; ++i)
     threads_.push_back(start_thread("kvferry-copy" + std::to_string(i), [this] { run(); }));
 }
@@ -77,22 +79,18 @@ void Crew::submit_background(std::function<void()> task) {
   work_.notify_one();
 }
 
-bool Crew::run_apart(std::function<void()> task) {
+void Crew::run_apart(std::function<void()> task) {
   const std::lock_guard lock(mutex_);
-  if (apart_ == apart_at_most) return false;
-  try {
-    start_thread("kvferry-apart", [this, task = std::move(task)]() mutable {
-      task();
-      task = nullptr;
-      const std::lock_guard ended(mutex_);
-      --apart_;
-      apart_ended_.notify_all();
-    }).detach();
-  } catch (const std::system_error&) {  // out of threads
-    return false;
-  }
+  if (apart_ == apart_at_most)
+    throw Error(Kind::busy, sentence(apart_at_most, " operations that read or write memory mapped from files are in flight already: try again when some have ended"));
+  start_thread("kvferry-apart", [this, task = std::move(task)]() mutable {
+    task();
+    task = nullptr;
+    const std::lock_guard ended(mutex_);
+    --apart_;
+    apart_ended_.notify_all();
+  }).detach();
   ++apart_;
-  return true;
 }
 
 bool Crew::wait_for_apart(const Deadline& until) {

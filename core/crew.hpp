@@ -31,8 +31,8 @@ class Crew {
   unsigned ask_for_help(const std::shared_ptr<Operation>& operation, unsigned hands);
   void disturb() noexcept;  // whoever waits for an adopted socket looks for other work
   void submit_background(std::function<void()> task);  // when nothing else is to be done
-  // On a thread of its own, which the kernel may hold. False: there are too many of them.
-  bool run_apart(std::function<void()> task);
+  // On a thread of its own, which the kernel may hold. Throws Error(busy): there are too many of them, or no more can be had.
+  void run_apart(std::function<void()> task);
   bool wait_for_apart(const Deadline& until);  // false: one is still held, and the crew must stay
   static constexpr unsigned apart_at_most = 64;
   unsigned threads() const noexcept { return threads_wanted_; }

@@ -63,4 +63,8 @@ class Error : public std::exception {
   std::string operation;  // "pull"
 };
 
+// What the system does not give, and the way out of that. `what`: "an eventfd"; `error`: the errno it was refused with.
+Error not_to_be_had(std::string_view what, int error);
+Error out_of_threads(std::string_view name);
+
 }  // namespace kvferry

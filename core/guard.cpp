@@ -84,7 +84,7 @@ Guard GuardTable::open() {
   std::uint32_t slot;
   {
     std::lock_guard lock(free_mutex_);
-    if (free_.empty()) throw Error(Kind::busy, sentence("all ", slot_count_, " guard slots of this node are in use"));
+    if (free_.empty()) throw Error(Kind::busy, sentence("all ", slot_count_, " guard slots of this node are in use: each cache, open window and push in flight has one; end some, or make another node"));
     slot = free_.back();
     free_.pop_back();
   }

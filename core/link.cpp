@@ -403,12 +403,19 @@ void Link::forget_segment(std::uint32_t segment_id) {
 
 std::vector<std::uint32_t> Link::announced() const {
   const std::lock_guard lock(mutex_);
-  return {announced_.begin(), announced_.end()};
+  std::vector<std::uint32_t> ids;
+  for (const auto& [id, _] : announced_) ids.push_back(id);
+  return ids;
 }
 
-bool Link::announce(std::uint32_t segment_id) {
+void Link::announce(std::uint32_t segment_id) {
   const std::lock_guard lock(mutex_);
-  return announced_.insert(segment_id).second;
+  announced_.try_emplace(segment_id, false);
+}
+
+bool Link::announce_ahead(std::uint32_t segment_id) {
+  const std::lock_guard lock(mutex_);
+  return !std::exchange(announced_[segment_id], true);
 }
 
 void Link::forget_announcement(std::uint32_t segment_id) {

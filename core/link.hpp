@@ -170,7 +170,9 @@ class Link : public std::enable_shared_from_this<Link> {
   bool take_segment(std::uint32_t id, Descriptor fd);
   void forget_segment(std::uint32_t id);  // its owner has released it: unmapped when the last copy from it has ended
 
-  bool announce(std::uint32_t segment_id);  // the peer gets the descriptor. True: this call is the first for it
+  void announce(std::uint32_t segment_id);  // the peer gets the descriptor, and is to be told when the segment is gone
+  // The same ahead of a push; true: it is to be sent. An answer with it, on its way on another lane, may come later than the push.
+  bool announce_ahead(std::uint32_t segment_id);
   void forget_announcement(std::uint32_t segment_id);
   std::vector<std::uint32_t> announced() const;
 
@@ -207,7 +209,7 @@ class Link : public std::enable_shared_from_this<Link> {
   std::atomic<bool> map_ok_, cma_ok_;
   Outcome death_;
   std::unordered_map<std::uint32_t, std::shared_ptr<PeerSegment>> segments_;
-  std::unordered_set<std::uint32_t> announced_;
+  std::unordered_map<std::uint32_t, bool> announced_;  // whether ahead of a push
   std::unordered_set<std::uint32_t> gone_;  // their descriptors may still be on their way
   std::unordered_map<Target, std::shared_ptr<const Source>, TargetHash> kept_;
   std::unordered_map<std::uint64_t, Offer> offers_;

@@ -86,8 +86,8 @@ std::string read_own_maps() {
   std::string text;
   const int fd = open("/proc/self/maps", O_RDONLY | O_CLOEXEC);
   if (fd < 0) {
-    const auto kind = errno == EMFILE || errno == ENFILE ? Kind::busy : Kind::internal;
-    throw Error(kind, sentence("/proc/self/maps cannot be opened: ", std::strerror(errno), " (errno ", errno, ")"));
+    if (errno == EMFILE || errno == ENFILE || errno == ENOMEM) throw not_to_be_had("a look at /proc/self/maps", errno);
+    throw Error(Kind::internal, sentence("/proc/self/maps cannot be opened: ", std::strerror(errno), " (errno ", errno, ")"));
   }
   std::size_t used = 0;
   for (;;) {

@@ -57,9 +57,9 @@ SealedMapping map_sealed(const char* name, std::size_t bytes) {
   const auto fail = [&](const char* step) {
     const int error = errno;
     if (out.data != nullptr) munmap(out.data, out.bytes);
-    const bool descriptors = error == EMFILE || error == ENFILE;
-    throw Error(descriptors ? Kind::busy : Kind::out_of_memory,
-                sentence(descriptors ? "out of descriptors: " : "", "shared memory of ", out.bytes, " bytes: ", step, ": ", why(error)));
+    const auto what = sentence("shared memory of ", out.bytes, " bytes");
+    if (error == EMFILE || error == ENFILE) throw not_to_be_had(what, error);
+    throw Error(Kind::out_of_memory, sentence(what, ": ", step, ": ", why(error)));
   };
   out.fd = Descriptor(create_memfd(name));
   if (!out.fd) fail("memfd_create");

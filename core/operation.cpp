@@ -21,7 +21,7 @@ constexpr std::int64_t watch_ns = 50'000'000;    // between two looks at an oper
 }
 
 Notifier::Notifier() : event_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
-  if (!event_) throw Error(Kind::busy, "out of descriptors: no eventfd can be had");
+  if (!event_) throw not_to_be_had("an eventfd", errno);
 }
 
 void Notifier::add(std::uint64_t token) {
@@ -170,9 +170,11 @@ bool Operation::go_apart() {
   begin();
   apart_ = true;
   watch_again();
-  if (!engine_.crew.run_apart([self = shared_from_this()] { self->drive(); }))
-    finish({Kind::busy, sentence(Crew::apart_at_most, " operations that read or write memory mapped from files are in flight already"), false, true}, 0,
-           Transport::none);
+  try {
+    engine_.crew.run_apart([self = shared_from_this()] { self->drive(); });
+  } catch (const Error& error) {
+    finish(error.outcome(), 0, Transport::none);
+  }
   return true;
 }
 

@@ -93,7 +93,7 @@ bool Push::before_request() {
   if (closed_by_peer(lane_->descriptor.get())) return false;
   if (!link_->peer.page || !ask_.source->geometry.mappable()) return true;
   for (const auto& place : ask_.source->places) {
-    if (!link_->announce(place.segment->id())) continue;
+    if (!link_->announce_ahead(place.segment->id())) continue;
     wire::Writer frame(wire::Type::segment_made, number(), wire::flag_descriptor);
     frame.put(place.segment->id());
     const int fd = place.segment->descriptor();

@@ -20,7 +20,7 @@ constexpr int batch = 64;
 
 Reactor::Reactor(std::function<std::int64_t(std::int64_t)> tick)
     : tick_(std::move(tick)), epoll_(::epoll_create1(EPOLL_CLOEXEC)), event_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
-  if (!epoll_ || !event_) throw Error(Kind::busy, "out of descriptors: no epoll or eventfd can be had");
+  if (!epoll_ || !event_) throw not_to_be_had("an epoll or eventfd", errno);
   epoll_event event{};
   event.events = EPOLLIN;
   event.data.u64 = event_token;
@@ -63,9 +63,10 @@ Reactor::Token Reactor::watch(int fd, std::uint32_t events, std::shared_ptr<Watc
   if (::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, fd, &event) != 0) {
     // A lane that is parked again: its descriptor is still known here under the token of the last time.
     if (errno != EEXIST || ::epoll_ctl(epoll_.get(), EPOLL_CTL_MOD, fd, &event) != 0) {
+      const int error = errno;
       const std::lock_guard lock(mutex_);
       watchers_.erase(token);
-      throw Error(Kind::busy, "a connection cannot be watched: out of kernel memory for epoll");
+      throw not_to_be_had("a watch on a connection", error);
     }
   }
   return token;

@@ -36,7 +36,7 @@ constexpr std::int64_t listen_resolve_ms = 10'000;
 
 struct Resolved {
   std::unique_ptr<addrinfo, decltype(&freeaddrinfo)> list{nullptr, freeaddrinfo};
-  int rc = 0;
+  int rc = 0, error = 0;  // the second of EAI_SYSTEM
 };
 
 Resolved resolve_now(const std::string& host, std::uint16_t port, int flags) {
@@ -46,6 +46,7 @@ Resolved resolve_now(const std::string& host, std::uint16_t port, int flags) {
   addrinfo* list = nullptr;
   Resolved resolved;
   resolved.rc = getaddrinfo(host.c_str(), std::to_string(port).c_str(), &hints, &list);
+  resolved.error = errno;
   if (resolved.rc == 0) resolved.list.reset(list);
   return resolved;
 }
@@ -71,6 +72,8 @@ Resolved resolve_host(const std::string& host, std::uint16_t port, int flags, co
       throw Error(Kind::deadline, "the name '" + host + "' was not found in time: does this host's name server answer?");
     resolved = std::move(*lookup->found);
   }
+  if (resolved.rc == EAI_MEMORY) throw not_to_be_had("a look at the name '" + host + "'", ENOMEM);
+  if (resolved.rc == EAI_SYSTEM) throw not_to_be_had("a look at the name '" + host + "'", resolved.error);
   if (resolved.rc == EAI_AGAIN) throw Error(Kind::link_failed, "the name '" + host + "' cannot be looked up now: " + gai_strerror(resolved.rc));
   if (resolved.rc != 0) throw Error(Kind::invalid_argument, "'" + host + "' is not an address: " + gai_strerror(resolved.rc));
   return resolved;
@@ -176,7 +179,7 @@ Descriptor listen_tcp(const std::string& host, std::uint16_t port) {
   const auto resolved = resolve_host(host, port, AI_PASSIVE, Deadline::after_ms(listen_resolve_ms));
   const addrinfo* first = resolved.list.get();
   Descriptor fd(::socket(first->ai_family, socket_flags, 0));
-  if (!fd) throw Error(Kind::busy, std::string("no socket to listen on: ") + std::strerror(errno));
+  if (!fd) throw not_to_be_had("a socket to listen on", errno);
   const int on = 1;
   // Restarting on the port of a process that has just ended must work; two listeners on one port still refuse each other.
   setsockopt(fd.get(), SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
@@ -193,7 +196,7 @@ Descriptor listen_abstract(const std::string& name) {
   socklen_t length;
   const auto address = abstract_address(name, length);
   if (!fd || ::bind(fd.get(), reinterpret_cast<const sockaddr*>(&address), length) != 0 || ::listen(fd.get(), 1024) != 0)
-    throw Error(Kind::busy, std::string("no Unix socket to listen on: ") + std::strerror(errno));
+    throw not_to_be_had("a Unix socket to listen on", errno);
   return fd;
 }
 
@@ -201,7 +204,7 @@ Descriptor listen_unix(const std::string& path) {
   const auto address = path_address(path);
   const FolderLock lock(path);
   Descriptor fd(::socket(AF_UNIX, socket_flags, 0));
-  if (!fd) throw Error(Kind::busy, std::string("no socket to listen on: ") + std::strerror(errno));
+  if (!fd) throw not_to_be_had("a socket to listen on", errno);
   const auto bound = [&] { return ::bind(fd.get(), reinterpret_cast<const sockaddr*>(&address), sizeof address) == 0; };
   bool done = bound();
   if (!done && errno == EADDRINUSE && stale(address)) {
@@ -245,7 +248,7 @@ Descriptor dial_tcp(const std::string& host, std::uint16_t port, const Deadline&
   for (const addrinfo* a = resolved.list.get(); a != nullptr; a = a->ai_next) {
     Descriptor fd(::socket(a->ai_family, socket_flags, 0));
     if (!fd) {
-      if (errno == EMFILE || errno == ENFILE) throw Error(Kind::busy, "out of descriptors: no socket to reach " + where + " can be had");
+      if (errno == EMFILE || errno == ENFILE) throw not_to_be_had("a socket to reach " + where, errno);
       last = std::strerror(errno);
       continue;
     }
@@ -269,7 +272,7 @@ Descriptor dial(const sockaddr_un& address, socklen_t length, const Deadline& de
   for (;;) {
     Descriptor fd(::socket(AF_UNIX, socket_flags, 0));
     if (!fd) {
-      if (errno == EMFILE || errno == ENFILE) throw Error(Kind::busy, "out of descriptors: no Unix socket can be had");
+      if (errno == EMFILE || errno == ENFILE) throw not_to_be_had("a Unix socket", errno);
       throw Error(Kind::link_failed, std::string("no Unix socket: ") + std::strerror(errno));
     }
     if (::connect(fd.get(), reinterpret_cast<const sockaddr*>(&address), length) == 0) return fd;

@@ -26,10 +26,13 @@ def kv(tensors: int = 4, blocks: int = 6) -> list[Any]:
     return [np.full((blocks, 4, 8), number, np.float32) for number in range(tensors)]
 
 
-def python(program: str, timeout: float = 30.0) -> "subprocess.CompletedProcess[str]":
-    """Runs a program of its own; its status, what it printed, what it complained about."""
+def python(program: str, timeout: float = 30.0, stack_kib: int = 0) -> "subprocess.CompletedProcess[str]":
+    """Runs a program of its own; its status, what it printed, what it complained about. ``stack_kib``: of its threads."""
     no_word_of_forks = ["-W", "ignore:This process:DeprecationWarning"]  # beside threads: since Python 3.12
     command = [sys.executable, *no_word_of_forks, "-c", dedent(program)]
+    if stack_kib:
+        few_arenas = "MALLOC_ARENA_MAX=1"  # they take address space as well
+        command = ["sh", "-c", f'ulimit -s {stack_kib} && exec env {few_arenas} "$@"', "sh", *command]
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
 
 
@@ -38,8 +41,8 @@ def log_threads() -> int:
     return sum(thread.name == "kvferry-log" for thread in threading.enumerate())
 
 
-def ended_well(program: str) -> str:
-    done = python(program)
+def ended_well(program: str, stack_kib: int = 0) -> str:
+    done = python(program, stack_kib=stack_kib)
     assert (done.returncode, done.stderr) == (0, ""), done
     return done.stdout
 
@@ -96,6 +99,62 @@ def test_without_a_descriptor_left_the_errors_are_still_kvferrys_own() -> None:
 
         asyncio.run(main())
     """)
+
+
+def test_without_threads_to_be_had_the_errors_are_kvferrys_own_and_nothing_is_left_behind() -> None:
+    """However many there are: stacks of 256 MiB each, and address space for so many of them."""
+    ended_well(
+        """
+        import gc, mmap, os, resource, signal, tempfile
+        import numpy as np
+        import kvferry
+
+        STACK = 256 << 20
+        assert resource.getrlimit(resource.RLIMIT_STACK)[0] == STACK
+
+        def room_for(threads):
+            used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+            resource.setrlimit(resource.RLIMIT_AS, (used + threads * STACK + STACK // 2, resource.RLIM_INFINITY))
+
+        def left():
+            gc.collect()
+            return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd")), signal.pthread_sigmask(signal.SIG_BLOCK, [])
+
+        def missing(call):
+            try:
+                call()
+            except kvferry.Busy as error:
+                assert str(error).startswith("out of threads: kvferry-") and "ulimit -u" in str(error), error
+                return str(error).split()[3].removeprefix("kvferry-").rstrip("01")
+
+        kvferry.Node(copy_threads=2).close()
+        before = left()
+        seen = set()
+        for threads in range(5):  # a stack that is left over from a thread before may do for one more
+            room_for(threads)
+            seen.add(missing(lambda: kvferry.Node(listen="127.0.0.1:0", copy_threads=2, pool=1 << 20).close()))
+            assert left() == before, (left(), before)
+        assert seen >= {"copy", "control", "log"}, seen
+        room_for(8)
+        with kvferry.Node(listen="127.0.0.1:0", copy_threads=2) as far, kvferry.Node(copy_threads=2) as near:
+            kv = far.register("kv", np.ones((4, 16), np.uint8))
+            mine = near.register("mine", np.zeros((4, 16), np.uint8))
+            with tempfile.TemporaryFile() as file:
+                os.ftruncate(file.fileno(), 4096)
+                of_file = near.register("of file", np.frombuffer(mmap.mmap(file.fileno(), 4096), np.uint8)[:64].reshape(4, 16))
+            room_for(0)
+            before = left()
+            assert missing(lambda: near.link("no-such-host.invalid:1")) == "lookup"
+            link = near.link(far.address)
+            assert link.pull_async("kv", into=mine).wait().size_bytes == 64
+            assert missing(lambda: link.pull_async("kv", into=of_file).wait()) == "apart"
+            assert link.push(mine, to="kv").size_bytes == 64
+            room_for(1)
+            assert link.pull_async("kv", into=of_file).wait().size_bytes == 64
+            link.close()
+        """,
+        stack_kib=256 << 10,
+    )
 
 
 def test_everything_promised_is_there() -> None:

@@ -136,7 +136,8 @@ class NodeClosed(KvferryError):
 
 
 class Busy(KvferryError):
-    """Something else holds what was asked for at this moment; repeating later is safe."""
+    """Something else holds what was asked for at this moment, or descriptors, threads or places have run out; repeating later
+    is safe."""
 
     kind = "busy"
 

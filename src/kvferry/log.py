@@ -8,6 +8,7 @@ import logging
 import threading
 
 from kvferry import _core
+from kvferry.threads import start_thread
 
 __all__ = ["start"]
 
@@ -17,13 +18,14 @@ _LOOK_AROUND_MS = 60_000  # how long one request for a line may take; closing th
 
 
 def start(core: _core.Node) -> threading.Thread:
-    """Starts the thread that logs what ``core`` has to say until it is closed."""
+    """Starts the thread that logs what ``core`` has to say until it is closed.
+
+    :raises Busy: there is no thread to be had.
+    """
     root = logging.getLogger("kvferry")
     if not root.handlers:
         root.addHandler(logging.NullHandler())
-    thread = threading.Thread(target=_drain, args=(core,), name="kvferry-log", daemon=True)
-    thread.start()
-    return thread
+    return start_thread("kvferry-log", _drain, core)
 
 
 def _drain(core: _core.Node) -> None:

@@ -69,7 +69,8 @@ class Node:
 
     A forked child finds its copy of the node closed.
 
-    :raises AddressInUse: somebody else listens there; nothing is left behind.
+    :raises AddressInUse: somebody else listens there; nothing is left behind. :raises Busy: no descriptors or threads can be
+        had for it, and the sentence says which limit that is; nothing is left behind. :raises OutOfMemory: the same of memory.
     """
 
     def __init__(
@@ -105,7 +106,11 @@ class Node:
         self._holdings = Holdings(core)
         self._links: WeakValueDictionary[int, Link] = WeakValueDictionary()
         # What is registered must outlive the core's use of it, also when this object is dropped without being closed.
-        self._end = finalize(self, _end, core, self._holdings.memories, log.start(core))
+        try:
+            self._end = finalize(self, _end, core, self._holdings.memories, log.start(core))
+        except BaseException:
+            core.close()
+            raise
         try:
             if room is not None:
                 core.create_pool(

@@ -5,6 +5,8 @@ import json
 import os
 import resource
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -440,3 +442,42 @@ def test_statuses_of_faults_that_kvferrys_own_tests_bring_about() -> None:
         ("cancelled", "transfer"): FAILED,
     }
     assert {words: _rules.status_of(*words) for words in expected} == expected
+
+
+# --- without threads --------------------------------------------------------------------------------------------------
+
+WITHOUT_THREADS = """
+import resource, sys
+from datadist_side import Side, cluster, status_of
+from llm_datadist import LLMStatusCode
+
+HERE, STACK = 1, 256 << 20
+here = Side(HERE)
+one, other = map(int, sys.argv[1:])
+mine = here.register([4, 8], 4)
+def no_more_threads():
+    used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + STACK // 2, resource.RLIM_INFINITY))
+
+no_more_threads()
+done = LLMStatusCode.LLM_SUCCESS
+assert here.datadist.link_clusters([cluster(20, one), cluster(21, other)], 5000) == (done, [done, done])
+assert here.results(here.start(mine, [("addresses", 20, here.addresses(mine), None, 0)])) == [LLMStatusCode.LLM_FAILED]
+table = '{"server_list": [{"device": [{}]}]}'
+assert status_of(lambda: here.link_table("x", {HERE: 0, 20: 1}, table), "out of threads") == LLMStatusCode.LLM_FAILED
+here.finalize()
+no_more_threads()
+assert status_of(here.init_again, "out of threads") == LLMStatusCode.LLM_FAILED
+resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY,) * 2)
+here.init_again()
+here.finalize()
+"""
+
+
+def test_without_threads_to_be_had_calls_do_without_or_say_failed(begin_there: Starting) -> None:
+    """Stacks of 256 MiB each, and address space for none of them."""
+    ports = [str(begin_there(20 + i).call("where")) for i in range(2)]
+    command = ["sh", "-c", 'ulimit -s 262144 && exec "$@"', "sh", sys.executable, "-c", WITHOUT_THREADS, *ports]
+    environment = {"PYTHONPATH": ":".join(sys.path), "MALLOC_ARENA_MAX": "1", "OPENBLAS_NUM_THREADS": "1"}
+    answer = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=60)
+    assert answer.returncode == 0, answer.stderr

@@ -16,7 +16,7 @@ import kvferry
 from llm_datadist import _rules, rendezvous
 from llm_datadist._rules import EngineOptions, Member
 from llm_datadist.enums import RegisterMemStatus
-from llm_datadist.status import LLMException, failure
+from llm_datadist.status import LLMException, failure, no_thread
 from llm_datadist.utils.log import get_logger
 
 MOST = 512
@@ -54,9 +54,13 @@ class Communicators:
             self._check_open("link")
             if len(self._by_id) >= MOST:
                 raise failure(_rules.PARAM_INVALID, "link", f"there are {MOST} communicators: unlink one first")
+            communicator = _Communicator(self._engine, self, name, members)
+            try:
+                communicator.thread.start()
+            except RuntimeError as error:
+                raise no_thread("link", error) from error
             self._last_id += 1
-            communicator = self._by_id[self._last_id] = _Communicator(self._engine, self, name, members)
-            communicator.thread.start()
+            self._by_id[self._last_id] = communicator
             return self._last_id
 
     def status(self, comm_id: int) -> RegisterMemStatus:
@@ -104,6 +108,8 @@ class Communicators:
                 return
             try:
                 self._places[where] = rendezvous.MeetingPlace(where)
+            except RuntimeError as error:
+                raise no_thread("link", error) from error
             except OSError:
                 return  # somebody else has it, or it is not this machine's address: connecting will tell
 

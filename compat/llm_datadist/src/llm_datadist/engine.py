@@ -8,10 +8,12 @@ Life: made by ``LLMDataDist.init`` (node open), closed by ``finalize``; a closed
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -375,8 +377,27 @@ def _is_everywhere(address: str) -> bool:
 
 
 def _for_each(clusters: Sequence[Cluster], work: Callable[[Cluster], int]) -> list[LLMStatusCode]:
-    """The outcome of each, in order; several are worked on at a time."""
+    """The outcome of each, in order; several are worked on at a time, as many as there are threads to be had for it."""
     if len(clusters) < 2:
         return [code_2_status(work(cluster)) for cluster in clusters]
-    with ThreadPoolExecutor(min(len(clusters), _LINK_WORKERS)) as workers:
-        return [code_2_status(code) for code in workers.map(work, clusters)]
+    codes = [Future[int]() for _ in clusters]
+    todo = deque(zip(clusters, codes, strict=True))
+
+    def work_on_some() -> None:
+        while True:
+            try:
+                cluster, code = todo.popleft()
+            except IndexError:
+                return
+            try:
+                code.set_result(work(cluster))
+            except BaseException as error:  # noqa: BLE001 - the caller's thread raises it
+                code.set_exception(error)
+
+    with contextlib.suppress(
+        RuntimeError
+    ):  # no more threads to be had: those that there are do it, this one among them
+        for _ in codes[1:_LINK_WORKERS]:
+            threading.Thread(target=work_on_some, name="llm_datadist-link").start()
+    work_on_some()
+    return [code_2_status(code.result()) for code in codes]

@@ -17,7 +17,7 @@ from typing import Any
 
 import kvferry
 from llm_datadist.engine import Engine, translated
-from llm_datadist.status import LLMException, LLMStatusCode, failure
+from llm_datadist.status import LLMException, LLMStatusCode, failure, no_thread
 from llm_datadist.transfer import CacheTask, LayerSynchronizer
 from llm_datadist.utils.log import get_logger
 
@@ -47,7 +47,10 @@ def start(
 ) -> CacheTask:
     """Starts the job's thread (not a daemon: the process waits for it) and returns."""
     job = _Job(engine, mine, synchronizer, destinations, num_layers)
-    threading.Thread(target=job.run, name="llm_datadist-layerwise", daemon=False).start()
+    try:
+        threading.Thread(target=job.run, name="llm_datadist-layerwise", daemon=False).start()
+    except RuntimeError as error:
+        return refused(len(destinations), no_thread(FUNCTION, error))
     return job.task
 
 

@@ -75,7 +75,8 @@ class _Room:
 
 
 class MeetingPlace:
-    """Serves one address with one thread, from construction until ``close``. ``OSError`` if the address is taken."""
+    """Serves one address with one thread, from construction until ``close``. ``OSError`` if the address is taken,
+    ``RuntimeError`` if there is no thread to be had; nothing is left behind then."""
 
     def __init__(self, where: Address) -> None:
         self._listener = _own(socket.create_server(where, family=_family(where[0]), backlog=128))
@@ -87,7 +88,12 @@ class MeetingPlace:
         self._guests: dict[socket.socket, _Guest] = {}
         self._rooms: dict[Group, _Room] = {}
         self._thread = threading.Thread(target=self._serve, name="llm_datadist-meeting-place", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError:
+            self._wake.close()
+            self._leave()
+            raise
 
     def close(self) -> None:
         """Ends it; who still waits there loses its connection and looks for the next place."""

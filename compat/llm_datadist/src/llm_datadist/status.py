@@ -84,6 +84,12 @@ def failure(code: int, function: str, context: object) -> LLMException:
     return LLMException(f"[{function}] failed, error code is {status}, {context}.", status_code=status)
 
 
+def no_thread(function: str, error: RuntimeError) -> LLMException:
+    """The exception for a call that needs a thread, of which there is none to be had."""
+    way_out = "raise the limit on them (ulimit -u, pids.max of the control group), or end some"
+    return failure(LLMStatusCode.LLM_FAILED, function, f"out of threads ({error}): {way_out}")
+
+
 def handle_llm_status(code: int, function: str, context: object) -> None:
     """Raises ``LLMException`` unless ``code`` is 0."""
     if code != LLMStatusCode.LLM_SUCCESS:
