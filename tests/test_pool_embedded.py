@@ -228,6 +228,20 @@ def signals(pid: int, name: str) -> int:
     return int(words[name], 16)
 
 
+def test_a_node_finds_its_modules_where_its_starter_finds_them(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(Path(STUB).parent.parent)
+    monkeypatch.setenv("PYTHONPATH", f"nowhere{os.pathsep}support")
+    found = embedded.ensure(10_000, program=[sys.executable, "-m", Path(STUB).stem, "plain"])
+    assert found == home.address
+
+
+def test_a_log_that_is_no_file_is_refused_and_not_waited_for(home: Home) -> None:
+    home.log.parent.mkdir(parents=True)
+    os.mkfifo(home.log)
+    with pytest.raises(kvferry.LinkFailed, match=r"pool\.log, which is no file: move it away"):
+        embedded.ensure(10_000, program=program())
+
+
 def test_a_node_has_no_terminal_though_its_starter_has_one(home: Home) -> None:
     code = f"from kvferry.pool import embedded; embedded.ensure(15000, program={program()!r})"
     pid, terminal = os.forkpty()

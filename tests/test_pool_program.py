@@ -60,6 +60,16 @@ def test_where_it_cannot_listen_is_said_in_one_line(tmp_path: Path, capsys: pyte
     )
 
 
+def test_it_warns_when_it_listens_beyond_this_host_without_a_secret(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "secret").write_text("long and random\n")
+    for options, warned in ([], True), (["--secret-file", f"{tmp_path}/secret"], False):
+        node = NodeProcess("0.0.0.0:0", "1MiB", *options)
+        assert node.stop() == 0
+        assert ("secret" in capfd.readouterr().err) == warned
+
+
 def test_it_says_how_to_stop_it(tmp_path: Path) -> None:
     node = NodeProcess(f"unix:{tmp_path}/sock", "1MiB")
     assert node.line.endswith("; stop it with SIGTERM\n")  # `kvferry pool stop` ends another one: that of its user

@@ -145,7 +145,7 @@ def _pool_status(chosen: argparse.Namespace) -> int:
             "copies": facts and f"{facts['copies']}, of {format_size(facts['copies_bytes'])}, of what other nodes own",
             "answers": "no" if seen.state == "listening" and facts is None else None,
             "started": seen.started and time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seen.started)),
-            "leaves": seen.idle_s and f"after {seen.idle_s:g} s without use",
+            "leaves": seen.idle_s and f"after {seen.idle_s:g} s without a client",
             "log": seen.log,
             "stop it": "kvferry pool stop",
         }

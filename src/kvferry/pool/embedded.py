@@ -48,6 +48,7 @@ _KEPT = (
     *("HOME", "USER", "LOGNAME", "PATH", "LANG", "TZ", "TMPDIR", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH"),
     *("XDG_RUNTIME_DIR", "XDG_STATE_HOME", "XDG_CONFIG_HOME"),
 )
+_PATHS = {"PATH", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH"}  # relative ones start here, and the node runs in /
 _CLEARED = {"CUDA_VISIBLE_DEVICES": ""}  # not even what the node might import finds an accelerator
 
 _log = logging.getLogger("kvferry.pool")
@@ -238,7 +239,7 @@ def _announce(seat: Seat) -> None:
         sys.stderr.write(
             f"kvferry: started a pool node of your own at {seat.address}. It takes up to "
             f"{format_size(known['memory_bytes'])} as it fills, logs to {known['log']}, and leaves after "
-            f"{known['idle_s']:g} s without use; `kvferry pool stop` ends it.\n"
+            f"{known['idle_s']:g} s without a client; `kvferry pool stop` ends it.\n"
         )
 
 
@@ -268,13 +269,18 @@ def _launch(seat: Seat, command: list[str], state: str, log: str, deadline: floa
 def _fresh_log(seat: Seat) -> str:
     log = seat.log()
     with contextlib.suppress(OSError):
-        if os.stat(log).st_size > LOG_BYTES:
+        found = os.lstat(log)
+        if not stat.S_ISREG(found.st_mode):  # opening a pipe would wait for who reads it
+            raise LinkFailed(f"the pool node cannot log to {log}, which is no file: move it away")
+        if found.st_size > LOG_BYTES:
             os.replace(log, f"{log}.1")
     return log
 
 
 def _environment() -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if name in _KEPT or name.startswith("LC_")}
+    for name in _PATHS & kept.keys():
+        kept[name] = os.pathsep.join(map(os.path.abspath, kept[name].split(os.pathsep)))
     return kept | _CLEARED
 
 

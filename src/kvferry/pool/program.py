@@ -4,6 +4,7 @@ What its options may say is checked here, each in a sentence that names it, and 
 """
 
 import argparse
+import logging
 import os
 import signal
 import sys
@@ -57,6 +58,8 @@ def serve(chosen: argparse.Namespace) -> int:
     from kvferry.pool import embedded
     from kvferry.pool.node import PoolNode
 
+    logging.basicConfig(format="%(asctime)s %(message)s")
+    logging.getLogger("kvferry.pool").setLevel(logging.INFO)
     lock = None
     try:
         memory = chosen.memory or embedded.fitting_memory()
