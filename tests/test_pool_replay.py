@@ -223,6 +223,14 @@ def test_a_trace_that_is_not_there_or_empty_is_named(tmp_path: Path, capsys: pyt
     assert "empty holds no requests" in capsys.readouterr().err
 
 
+def test_ctrl_c_ends_the_command_without_a_traceback(trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("kvferry.pool.replay.optimum", interrupted)
+    assert kvferry.cli.main(["replay", str(trace)]) == 130
+
+
 def test_a_plot_without_matplotlib_is_refused_before_the_work(
     trace: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
