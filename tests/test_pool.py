@@ -271,6 +271,23 @@ assert pool.load(["k"], buffers=[into]).prefix == 1
     assert (done.returncode, done.stderr) == (0, "")
 
 
+def test_a_private_pool_that_gets_no_thread_is_busy_and_leaves_nothing_behind(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name == "kvferry-pool-node":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with pytest.raises(kvferry.Busy, match="out of threads"):
+        kvferry.Pool.private(1 << 20)
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("end", ["", "pool.close()", "del pool; until_it_has_gone()"], ids=["exit", "close", "drop"])
 def test_a_private_pool_leaves_nothing_behind(tmp_path: Any, end: str) -> None:
     words = f"""

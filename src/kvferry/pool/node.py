@@ -10,7 +10,6 @@ import os
 import secrets
 import shutil
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Sequence
 from itertools import chain
@@ -29,6 +28,7 @@ from kvferry.pool.arena import GRANULE
 from kvferry.pool.messages import code_of
 from kvferry.pool.store import Lease, Reservation, Space, Store
 from kvferry.pool.words import FULL, RESERVED
+from kvferry.threads import start_thread
 
 __all__ = ["PoolNode", "Private"]
 
@@ -470,13 +470,16 @@ class Private:
         directory = tempfile.mkdtemp(prefix="kvferry-")
         try:
             self._node = PoolNode(f"unix:{directory}/pool.sock", memory_bytes, secret=self.secret)
+            try:
+                self._thread = start_thread("kvferry-pool-node", _run_private, self._node)
+            except BaseException:
+                self._node.close()
+                raise
         except BaseException:
             shutil.rmtree(directory, ignore_errors=True)
             raise
         self._end = finalize(self, _end_private, self._node, directory, self._pid)
         self.address = self._node.address
-        self._thread = threading.Thread(target=_run_private, args=(self._node,), name="kvferry-pool-node", daemon=True)
-        self._thread.start()
 
     def close(self) -> None:
         """Ends node and thread; twice is fine."""
