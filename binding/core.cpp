@@ -35,6 +35,14 @@ namespace {
 
 PyObject* error_classes = nullptr;  // kind -> class; never given back: the interpreter may be gone by then
 
+// Text that a peer may have said, who may say anything.
+PyObject* text(const std::string& s) { return PyUnicode_DecodeUTF8(s.data(), static_cast<Py_ssize_t>(s.size()), "replace"); }
+nb::object text_of(const std::string& s) {
+  nb::object made = nb::steal(text(s));
+  if (!made.is_valid()) throw nb::python_error();
+  return made;
+}
+
 // Makes the exception without running any Python. Raising happens inside a C++ handler, and a thread that an ending
 // interpreter takes away there (gil.hpp) could not be held: Python code would have to give the GIL up and come back for it.
 void raise(const Error& error) {
@@ -58,7 +66,6 @@ void raise(const Error& error) {
     if (value != nullptr) PyObject_SetAttrString(exception, name, value);
     Py_XDECREF(value);
   };
-  const auto text = [](const std::string& s) { return PyUnicode_DecodeUTF8(s.data(), static_cast<Py_ssize_t>(s.size()), "replace"); };
   set("peer", text(error.peer));
   set("cache", text(error.cache));
   set("operation", text(error.operation));
@@ -369,13 +376,13 @@ PyTransfer started(const std::shared_ptr<Node>& node, std::shared_ptr<Operation>
 nb::dict statistics_of(PyLink& self) {
   const auto s = self.node->statistics(*self.link);
   nb::dict transports;
-  transports["map"] = s.map;
-  transports["cma"] = s.cma;
+  transports["map"] = text_of(s.map);
+  transports["cma"] = text_of(s.cma);
   transports["socket"] = s.socket;
   nb::dict d;
-  d["peer"] = s.peer;
+  d["peer"] = text_of(s.peer);
   d["peer_id"] = s.peer_id;
-  d["address"] = s.address;
+  d["address"] = text_of(s.address);
   d["alive"] = s.alive;
   d["outgoing"] = s.outgoing;
   d["same_host"] = s.same_host;
@@ -593,8 +600,8 @@ NB_MODULE(_core, m) {
   nb::class_<PyLink>(m, "Link")
       .def_prop_ro("link_id", [](PyLink& self) { return self.link->id; })
       .def_prop_ro("peer_id", [](PyLink& self) { return self.link->peer.node_id; })
-      .def_prop_ro("peer_program", [](PyLink& self) { return self.link->peer.program; })
-      .def_prop_ro("peer", [](PyLink& self) { return self.link->label(); })
+      .def_prop_ro("peer_program", [](PyLink& self) { return text_of(self.link->peer.program); })
+      .def_prop_ro("peer", [](PyLink& self) { return text_of(self.link->label()); })
       .def_prop_ro("alive", [](PyLink& self) { return !self.node->closed() && self.link->alive(); })
       .def_prop_ro("outgoing", [](PyLink& self) { return self.link->outgoing; })
       .def("pull", &pull, "target"_a, "into"_a.none(), "moves"_a, "timeout_ms"_a, "transport"_a = 0, "resolution"_a = nb::bytes("", 0))
@@ -652,9 +659,9 @@ NB_MODULE(_core, m) {
         nb::dict d = statistics_of(self);
         nb::dict out;
         out["cache_id"] = g.cache_id;
-        out["name"] = g.name;
+        out["name"] = text_of(g.name);
         out["layout"] = layout_names[static_cast<int>(g.layout)];
-        out["kind"] = g.kind;
+        out["kind"] = text_of(g.kind);
         out["tensors"] = g.tensors.size();
         out["unit_bytes"] = g.unit_bytes;
         out["count"] = g.count;
@@ -730,10 +737,15 @@ NB_MODULE(_core, m) {
       })
       .def("serve_calls", [](PyNode& self) { self.node->serve_calls(); })
       .def("next_call", &next_call, "timeout_ms"_a)
-      .def("next_event", [](PyNode& self, std::int64_t timeout_ms) {
+      .def("next_event", [](PyNode& self, std::int64_t timeout_ms) -> nb::object {
         checked_timeout(timeout_ms);
-        const WithoutGil released;
-        return self.node->next_event(timeout_ms);
+        std::optional<std::pair<std::string, std::string>> event;
+        {
+          const WithoutGil released;
+          event = self.node->next_event(timeout_ms);
+        }
+        if (!event) return nb::none();
+        return nb::make_tuple(text_of(event->first), text_of(event->second));
       }, "timeout_ms"_a)
       .def("register_cache", [](PyNode& self, std::string name, const std::string& kind, int layout, std::vector<std::uint64_t> addresses,
                                 std::uint64_t unit_bytes, std::uint64_t stride_bytes, std::uint64_t count,

@@ -136,7 +136,11 @@ void Incoming::ready(std::uint32_t) {
     for (;;) {
       switch (in_.read(descriptor_.get(), frame)) {
         case FrameBuffer::State::would_block: node_.engine.reactor.rearm(token_, descriptor_.get(), EPOLLIN); return;
-        case FrameBuffer::State::lost: drop(); return;
+        case FrameBuffer::State::lost:
+          if (pending_ && !node_.engine.options.secret.empty())  // it looks at this side's proof first, and goes
+            node_.engine.log.add("warning", "a link was refused: " + pending_->endpoint.text() + " went away when it had heard this node's proof: it has another secret, or is linked already");
+          drop();
+          return;
         case FrameBuffer::State::frame: break;
       }
       if (!handle(frame)) {

@@ -172,6 +172,7 @@ std::int64_t NodeInner::tick(std::int64_t now) {
     const auto connection = weak.lock();
     if (!connection) return true;
     if (!connection->overdue(now)) return false;
+    engine.log.add("warning", "a connection was dropped: it has not said in time what it is for");
     connection->drop();
     return true;
   });

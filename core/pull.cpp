@@ -372,6 +372,7 @@ void Pull::choose_transport() {
   if (transport_ == Transport::socket && (usable & socket_bit) == 0)
     throw Error(Kind::unsupported, ask_.target.label() + " cannot be pulled by the transports that are allowed: " +
                                        (cma_suits ? "it is memory owned by its caller; allow cma or socket"
+                                       : of_files ? "it, or where it is to go, is memory mapped from a file (shared memory too), which has to be sent; allow socket"
                                                   : "it, or where it is to go, is " + source_->geometry.kind +
                                                         " memory that has to be sent; allow socket"));
   if (transport_ != Transport::socket && ask_.keep && !source_->consume && !ask_.source) link_->keep(ask_.target, source_);

@@ -538,6 +538,10 @@ std::shared_ptr<Window> Registry::open_window(std::uint64_t cache_id, const std:
 }
 
 std::shared_ptr<Window> Registry::open_window(std::uint64_t cache_id, std::vector<UnitRun> units, Access access, std::int64_t ttl_ms) {
+  // One answer names them all to whoever uses it.
+  if (constexpr std::size_t most = 8'000'000; units.size() > most)
+    throw Error(Kind::invalid_argument, sentence("a window names at most ", most, " runs of neighbouring blocks, and this one has ", units.size(),
+                                                 ": open several windows"));
   if (units.empty()) throw Error(Kind::invalid_argument, "a window needs at least one block or row");
   if (ttl_ms <= 0) throw Error(Kind::invalid_argument, sentence("a window of ", ttl_ms, " ms: it must be more than 0"));
   auto window = std::make_shared<Window>();

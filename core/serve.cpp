@@ -422,6 +422,8 @@ void ServerLane::on_resolve(const Frame& frame) {
   if (!to_describe) engine_.check_readable(*resolved.cache);
   wire::Writer out(wire::Type::geometry, frame.header.operation, resolved.consumed_by_pull ? wire::flag_consume : 0);
   put_resolved(out, resolved);
+  if (out.body_bytes() > wire::max_request_bytes)
+    throw Error(Kind::invalid_argument, sentence(target.label(), " has too many tensors and runs of blocks to be named to a peer: ", out.body_bytes(), " bytes"));
   answer(out.take());
 }
 

@@ -206,6 +206,7 @@ void put_outcome(Writer& out, const Outcome& outcome) {
   out.text(outcome.sentence);
 }
 
+// What a peer says. That its own node is closed is no word about this one: to this side it is gone.
 Outcome get_outcome(Reader& in) {
   Outcome outcome;
   const auto kind = in.get<std::uint16_t>();
@@ -213,6 +214,7 @@ Outcome get_outcome(Reader& in) {
   outcome.touched = in.get<std::uint8_t>() != 0;
   outcome.settled = in.get<std::uint8_t>() != 0;
   outcome.sentence = in.text();
+  if (outcome.kind == Kind::closed) outcome.kind = Kind::peer_lost, outcome.sentence = "the peer's node was closed";
   return outcome;
 }
 

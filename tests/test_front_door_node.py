@@ -519,6 +519,22 @@ def test_the_log_tells_of_links_to_those_who_listen() -> None:
     assert done.stdout == ""
 
 
+def test_the_log_tells_of_a_peer_with_another_secret() -> None:
+    done = python("""
+        import logging; logging.basicConfig(level=logging.WARNING)
+        import kvferry
+        with kvferry.Node(listen="127.0.0.1:0", secret="one") as node, kvferry.Node(secret="two") as other:
+            try:
+                other.link(node.address)
+            except kvferry.Refused:
+                pass
+            with kvferry.Node(secret="one") as third:  # its hello comes after the other one's end
+                third.link(node.address)
+    """)
+    assert done.returncode == 0, done
+    assert "WARNING:kvferry.link:a link was refused" in done.stderr and "another secret" in done.stderr
+
+
 # --- torch ---------------------------------------------------------------------------------------------------------
 
 

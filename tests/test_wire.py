@@ -68,10 +68,10 @@ def by_name(name: bytes) -> bytes:
     return struct.pack("<BQQ", 1, 0, 0) + text(name) + struct.pack("<I", 0)
 
 
-def link(address: str, secret: bytes) -> tuple[Connection, bytes]:
+def link(address: str, secret: bytes, program: bytes = b"") -> tuple[Connection, bytes]:
     """The control connection and the link's token. Another host's boot id is said, so there is no local step."""
     control = Connection(address)
-    hello = b"KVFERRY1" + struct.pack("<HQ", 2, 5) + os.urandom(16) + bytes(16) + os.urandom(32) + b"\1" + text(b"")
+    hello = b"KVFERRY1" + struct.pack("<HQ", 2, 5) + os.urandom(16) + bytes(16) + os.urandom(32) + b"\1" + text(program)
     control.send(HELLO, hello)
     challenge = control.receive(CHALLENGE)
     unproved, proof = challenge[:-32], challenge[-32:]
@@ -182,6 +182,14 @@ def test_a_peer_written_from_the_page_calls(node: kvferry.Node) -> None:
     assert asked.answer(b"this")
     assert lane.receive(ANSWER, operation=9) == b"this"
     lane.close()
+    control.close()
+
+
+def test_text_that_is_none_stands_for_itself(node: kvferry.Node) -> None:
+    control, _ = link(node.address, SECRET, b"\xff\xfeprogram")
+    (back,) = node.links
+    assert back.peer_program == "\ufffd\ufffdprogram"
+    assert back.statistics().peer == back.peer
     control.close()
 
 

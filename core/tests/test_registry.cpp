@@ -278,6 +278,7 @@ static void windows_are_checked_when_opened() {
   CHECK_FAILS(Kind::invalid_argument, "block 8 of cache 1 'kv' does not exist: it has 8", table.window(1, {7, 8}));
   CHECK_FAILS(Kind::invalid_argument, "-1", table.window(1, {-1}));
   CHECK_FAILS(Kind::invalid_argument, "0 ms", table.window(1, {0}, Access::read, 0));
+  CHECK_FAILS(Kind::invalid_argument, "at most 8000000 runs", table.registry.open_window(1, std::vector<UnitRun>(8'000'001, {0, 1}), Access::read, 1000));
   CHECK(table.guards.open_count() == 1);
 }
 

@@ -189,6 +189,10 @@ static void values_out_of_their_range_are_refused() {
   const auto kind = body_of([](Writer& out) { put_outcome(out, {static_cast<Kind>(999), "x", false, true}); });
   Reader in(kind);
   CHECK(get_outcome(in).kind == Kind::internal);
+  const auto closed = body_of([](Writer& out) { put_outcome(out, {Kind::closed, "this node was closed", true, false}); });
+  Reader from_closed(closed);
+  const auto lost = get_outcome(from_closed);
+  CHECK(lost.kind == Kind::peer_lost && lost.sentence == "the peer's node was closed" && lost.touched && !lost.settled);
 }
 
 static void spans_travel_and_are_checked() {

@@ -109,7 +109,8 @@ class Cache(_Weak):
 
         The other side may count them by their places in the list, so each is listed once.
 
-        :raises InvalidArgument: a number is not in this cache, is listed twice, or none is listed.
+        :raises InvalidArgument: a number is not in this cache, is listed twice, none is listed, or they make up more than
+            8,000,000 runs of neighbours.
         :raises CacheNotFound: the cache is not registered any more.
         """
         units = blocks if rows is None else rows

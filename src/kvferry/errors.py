@@ -124,7 +124,8 @@ class DeadlineExceeded(KvferryError):
 
 
 class Cancelled(KvferryError):
-    """The operation was cancelled by this side. It has stopped: nothing is written any more."""
+    """The operation was cancelled by this side. It has stopped: nothing is written any more, by a push if
+    ``destination_settled``."""
 
     kind = "cancelled"
 
