@@ -42,8 +42,8 @@ TRANSPORTS = ("map", "cma", "socket")
 CHECKSUMS = {"auto": 0, "always": 1, "never": 2}
 # A batch goes in parts of this size: its node looks for the places of the next one while the bytes of one are moved, and
 # a batch of any size takes a bounded share of a node.
-KEYS_AT_A_TIME = 2048
-BYTES_AT_A_TIME = 16 << 20
+KEYS_AT_A_TIME = 4096
+BYTES_AT_A_TIME = 64 << 20
 LOOKED_FOR_AT_A_TIME = 16_384  # keys of which nothing is moved
 # The stage whose turn comes first in a round over the parts under way: the node is asked for the newest before anything is
 # waited for, and a part is committed only when the one before it has been, which it may continue (chain=).
@@ -54,6 +54,7 @@ HIT, SAVED, TIMEOUT, NODE_LOST, POOL_OFF, NEVER_SAVED, CORRUPTED = map(
     code_of, ("hit", "saved", "timeout", "node_lost", "pool_off", "never_saved", "corrupted")
 )
 NO_CHECKSUM = np.uint64(0)
+ALL = slice(None)
 
 Indices = npt.NDArray[np.int64]
 Job = Generator[None, None, None]
@@ -696,44 +697,39 @@ class Pool:
         leased = asked()
         codes = np.frombuffer(leased.codes, np.uint8)
         found = chosen if leased.codes.count(HIT) == len(chosen) else chosen[codes == HIT]
-        batch.codes[chosen] = codes
-        if not len(found):
-            return
-        offsets = np.frombuffer(leased.offsets, np.uint64)
-        expected = None
-        if leased.checksums and self._verifies(peer):
-            expected = np.frombuffer(leased.checksums, np.uint64)
-        moving: list[tuple[Indices, U64 | None, Moving]] = []
-        size_bytes = values.bytes_of(found)
-        batch.codes[found] = TIMEOUT  # until it is there
-        try:
-            for number, mine in enumerate(_by_window(leased.window_of, len(leased.windows))):
-                way = pulling(link, leased.windows[number], leased.resolutions[number])
-                spans = values.spans(found[mine], offsets[mine], to_node=False)
-                sums = None if expected is None else expected[mine]
-                moving.append((found[mine], sums, batch.move(way, spans, beside)))
-            yield
-            for which, sums, move in moving:
-                word = move.end()
-                if word:
-                    peer.says(move.why)
-                    batch.codes[which] = code_of(word)
-                    size_bytes -= values.bytes_of(which)
-                    continue
-                batch.codes[which] = HIT
-                if sums is not None:
-                    wrong = which[
-                        (values.checksums(which, _seeds(space, batch.keys, which)) != sums) & (sums != NO_CHECKSUM)
-                    ]
-                    if len(wrong):
-                        batch.codes[wrong] = CORRUPTED
-                        size_bytes -= values.bytes_of(wrong)
-                        self._drop(peer, link, request.space, _picked(batch.keys, wrong), batch.until)
-        finally:
-            for _, _, move in moving:
-                move.give_up()
-            peer.release(link, leased.lease, size_bytes)
-        batch.moved(size_bytes)
+        lost: list[tuple[Indices, int]] = []
+        if len(found):
+            size_bytes = values.bytes_of(found)
+            offsets = np.frombuffer(leased.offsets, np.uint64)
+            verified = bool(leased.checksums) and self._verifies(peer)
+            expected = np.frombuffer(leased.checksums if verified else b"", np.uint64)
+            moving: list[tuple[Indices, U64, Moving]] = []
+            try:
+                for number, mine in enumerate(_by_window(leased.window_of, len(leased.windows))):
+                    way = pulling(link, leased.windows[number], leased.resolutions[number])
+                    which = found[mine]
+                    spans = values.spans(which, offsets[mine], to_node=False)
+                    sums = expected[mine] if verified else expected
+                    moving.append((which, sums, batch.move(way, spans, beside)))
+                yield
+                for which, sums, move in moving:
+                    if word := move.end():
+                        peer.says(move.why)
+                        lost.append((which, code_of(word)))
+                    elif verified:
+                        seen = values.checksums(which, _seeds(space, batch.keys, which))
+                        wrong = which[(seen != sums) & (sums != NO_CHECKSUM)]
+                        if len(wrong):
+                            lost.append((wrong, CORRUPTED))
+                            self._drop(peer, link, request.space, _picked(batch.keys, wrong), batch.until)
+            finally:
+                for _, _, move in moving:
+                    move.give_up()
+                peer.release(link, leased.lease, size_bytes)
+            batch.moved(size_bytes - sum(values.bytes_of(which) for which, _ in lost))
+        batch.codes[chosen if len(chosen) < len(batch.codes) else ALL] = codes
+        for which, code in lost:
+            batch.codes[which] = code
 
     def _save_to(
         self,
@@ -776,7 +772,7 @@ class Pool:
             summed = self._verifies(peer) or (self._checksum == "auto" and peer.beyond_host)
             if summed:
                 checksums = np.zeros(len(places), np.uint64)
-            moving: list[tuple[Indices, Moving]] = []
+            moving: list[tuple[Indices | slice, Moving]] = []
             committed = False
             try:
                 for number, mine in enumerate(_by_window(reserved.window_of, len(reserved.windows))):
@@ -790,7 +786,7 @@ class Pool:
                     if word:
                         peer.says(move.why)
                         codes[places[mine]] = code_of(word)
-                        failed += mine.tolist()
+                        failed += np.arange(len(places))[mine].tolist()
                         continue
                     size_bytes += values.bytes_of(which)
                     if summed:
@@ -931,11 +927,11 @@ class _Part:
         return TURNS[self.stage]
 
 
-def _by_window(window_of: bytes, windows: int) -> list[Indices]:
-    """For each window the numbers of the places in it."""
-    numbers = np.frombuffer(window_of, np.uint16)
+def _by_window(window_of: bytes, windows: int) -> Sequence[Indices | slice]:
+    """For each window the places in it."""
     if windows == 1:
-        return [np.arange(len(numbers))]
+        return [ALL]
+    numbers = np.frombuffer(window_of, np.uint16)
     return [np.flatnonzero(numbers == number) for number in range(windows)]
 
 
