@@ -3,6 +3,7 @@
 import os
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -177,3 +178,72 @@ def test_ctrl_c_in_another_thread_s_wait_is_the_main_thread_s(peers: Peers, sile
     assert not elsewhere.done()
     owner.cont()
     assert elsewhere.result() == ("nothing", True)
+
+
+# --- operations that are begun ----------------------------------------------------------------------------------------
+
+
+class Struck(Exception):
+    """What a signal handler raises."""
+
+
+def strike(*_: object) -> None:
+    raise Struck
+
+
+@pytest.fixture
+def struck() -> "Iterator[None]":
+    before = signal.signal(signal.SIGALRM, strike)
+    yield
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def test_an_operation_that_a_handler_tears_from_its_caller_is_cancelled(struck: None) -> None:
+    """The handler raises when the native call that begins it returns, which here takes milliseconds: it copies 64 MiB."""
+    message = bytes(64 << 20)
+    with kvferry.Node(listen="127.0.0.1:0") as far, kvferry.Node() as near:
+        far.serve_calls()  # and nobody takes them
+        assert far.address
+        link = near.link(far.address)
+        for _ in range(3):
+            torn = False
+            try:
+                signal.setitimer(signal.ITIMER_REAL, 0.002)
+                link.call_async(message, timeout_ms=60_000)
+            except Struck:
+                torn = True
+            assert torn
+            link.unlink(timeout_ms=5000)  # waits for what is in flight, and raises if it goes on
+            link = near.link(far.address)
+
+
+@pytest.mark.parametrize("verb", ["pull_async", "push_async", "push_layers", "call_async"])
+def test_whatever_begins_an_operation_cancels_it_when_it_cannot_be_handed_over(verb: str) -> None:
+    with kvferry.Node(listen="127.0.0.1:0") as far, kvferry.Node() as near:
+        far.serve_calls()
+        assert far.address
+        link = near.link(far.address)
+        kv = [np.zeros((4, 8), np.float32) for _ in range(2)]
+        far.register("kv", [array.copy() for array in kv])
+        mine = near.register("mine", kv)
+        begin: dict[str, Callable[[], object]] = {
+            "pull_async": lambda: link.pull_async("kv", into=mine, timeout_ms=60_000),
+            "push_async": lambda: link.push_async(mine, to="kv", timeout_ms=60_000),
+            "push_layers": lambda: link.push_layers(mine, to="kv", timeout_ms=60_000),
+            "call_async": lambda: link.call_async(b"x", timeout_ms=60_000),
+        }
+
+        def raises_behind_it(_frame: object, event: str, function: object) -> None:
+            if event == "c_return" and getattr(function, "__name__", "") == "extend":
+                sys.setprofile(None)
+                raise Struck
+
+        sys.setprofile(raises_behind_it)
+        try:
+            with pytest.raises(Struck):
+                begin[verb]()
+        finally:
+            sys.setprofile(None)
+        link.unlink(timeout_ms=5000)
+        assert not link.alive

@@ -16,7 +16,7 @@ from kvferry.moves import BlockMap, Spans, Units
 from kvferry.names import Addresses, FarCache, Targets
 from kvferry.options import LONGEST_MS, checked_timeout, transport_bit, truth
 from kvferry.records import CacheDescription, LinkStatistics, record
-from kvferry.transfer import Answer, Prepared, Transfer
+from kvferry.transfer import Answer, Prepared, Transfer, begun
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -141,10 +141,8 @@ class Link:
             spans,
         )
         by = transport_bit(transport)
-        core = self._core.pull_async(
-            self._targets.of(source), own_memory_or_id(into, self._node, spans), what, checked_timeout(timeout_ms), by
-        )
-        return Transfer(core, self)
+        mine, timeout_ms = own_memory_or_id(into, self._node, spans), checked_timeout(timeout_ms)
+        return begun(Transfer, self, self._core.pull_async, self._targets.of(source), mine, what, timeout_ms, by)
 
     def prepare_pull(
         self,
@@ -241,10 +239,8 @@ class Link:
             spans,
         )
         by = transport_bit(transport)
-        core = self._core.push_async(
-            own_memory_or_id(mine, self._node, spans), self._targets.of(to), what, checked_timeout(timeout_ms), by
-        )
-        return Transfer(core, self)
+        source, timeout_ms = own_memory_or_id(mine, self._node, spans), checked_timeout(timeout_ms)
+        return begun(Transfer, self, self._core.push_async, source, self._targets.of(to), what, timeout_ms, by)
 
     def push_layers(
         self,
@@ -277,7 +273,10 @@ class Link:
         numbers = moves.layer_numbers(layers)
         there = numbers if destination_layers is None else moves.layer_numbers(destination_layers)
         what = moves.push(to, blocks, row, destination_row, row_to_blocks, None, None, None, tensors_per_layer)
-        core = self._core.push_layers(
+        return begun(
+            lambda core, link: LayerPush(core, link, numbers),
+            self,
+            self._core.push_layers,
             own_id(mine, self._node),
             self._targets.of(to),
             what,
@@ -287,7 +286,6 @@ class Link:
             checked_timeout(timeout_ms),
             transport_bit(transport),
         )
-        return LayerPush(core, self, numbers)
 
     def describe(self, source: FarCache, timeout_ms: int = 1000) -> CacheDescription:
         """What ``source`` stands for at the peer right now. Moves nothing.
@@ -314,7 +312,7 @@ class Link:
 
     def call_async(self, payload: "Buffer", timeout_ms: int = 1000) -> Answer:
         """Starts a :meth:`call` with a copy of ``payload`` and returns at once; ``await`` what it returns, or wait for it."""
-        return Answer(self._core.call_async(payload, checked_timeout(timeout_ms)), self)
+        return begun(Answer, self, self._core.call_async, payload, checked_timeout(timeout_ms))
 
     def send(self, payload: "Buffer", timeout_ms: int = 1000) -> None:
         """Sends a message that nobody answers, and does not wait.

@@ -3,7 +3,8 @@
 The core does the work and knows the end; these are the ways to wait for it: with a time limit, by polling, or by await.
 """
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
+from itertools import starmap
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from kvferry import _core
@@ -13,8 +14,9 @@ from kvferry.options import LONGEST_MS, checked_timeout
 if TYPE_CHECKING:
     from kvferry.link import Link
 
-__all__ = ["Answer", "Prepared", "Transfer"]
+__all__ = ["Answer", "Prepared", "Transfer", "begun"]
 
+Made = TypeVar("Made")
 Result = TypeVar("Result")
 
 
@@ -71,6 +73,22 @@ class Answer(_Awaitable[bytes]):
     """
 
     __slots__ = ()
+
+
+def begun(made: Callable[[Any, "Link"], Made], link: "Link", begin: Callable[..., Any], *arguments: Any) -> Made:
+    """``made(begin(*arguments), link)``, ``begin`` being one of the core's functions that start an operation.
+
+    A signal handler that raises is heard when that call returns. By then it is C that has put the operation into the list,
+    so that it is cancelled, and not left to go on in memory that nobody knows to be in use.
+    """
+    box: list[Any] = []
+    try:
+        box.extend(starmap(begin, (arguments,)))
+        return made(box[0], link)
+    except BaseException:
+        for core in box:
+            core.cancel()
+        raise
 
 
 class Prepared:
