@@ -124,3 +124,15 @@ def test_asking_for_a_windows_order_costs_no_deadline_of_its_own(peers: Peers) -
 
 async def _wait(transfer: Any) -> Any:
     return await transfer
+
+
+def test_a_key_of_the_other_sort_than_the_layout_is_refused() -> None:
+    row, blocks = kvferry.RequestKey(1), kvferry.BlocksKey(1)
+    with kvferry.Node(pool=1 << 20) as node:
+        for layout, keys in (("blocks", [row]), ("blocks", [None, kvferry.PrefixKey(1)]), ("rows", blocks)):
+            with pytest.raises(kvferry.InvalidArgument, match=r"and layout '(blocks|rows)' has none"):
+                node.register("kv", np.zeros((4, 8), np.uint8), layout=layout, keys=keys)
+            with pytest.raises(kvferry.InvalidArgument, match=r"and layout '(blocks|rows)' has none"):
+                node.allocate("kv", tensors=1, shape=(4, 8), dtype="u1", layout=layout, keys=keys)
+        assert node.caches == []
+        node.register("kv", np.zeros((4, 8), np.uint8), layout="mixed", keys=[row])

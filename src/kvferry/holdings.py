@@ -12,9 +12,9 @@ from weakref import WeakValueDictionary
 from kvferry import _core
 from kvferry.arrays import Memory
 from kvferry.cache import Cache
-from kvferry.errors import CacheNotFound, NodeClosed
+from kvferry.errors import CacheNotFound, InvalidArgument, NodeClosed
 from kvferry.names import BlocksKey, Key, key_words
-from kvferry.options import LAYOUTS, one_of
+from kvferry.options import LAYOUTS, one_of, shown
 
 if TYPE_CHECKING:
     from kvferry.node import Node
@@ -53,7 +53,7 @@ class Holdings:
             unit_bytes=first.unit_bytes,
             stride_bytes=first.stride_bytes,
             count=first.count,
-            keys=_key_list(keys),
+            keys=_key_list(keys, layout),
             reachable=reachable,
         )
         return self._keep(node, cache_id, name, layout, kind, tuple(memories), allocated=False)
@@ -68,7 +68,7 @@ class Holdings:
             tensors=tensors,
             unit_bytes=like.unit_bytes,
             count=like.count,
-            keys=_key_list(keys),
+            keys=_key_list(keys, layout),
             key_use=key_use,
         )
         keeper = self._core.keep_memory(cache_id)  # a view may outlive cache and node
@@ -146,7 +146,15 @@ class Holdings:
         return ended
 
 
-def _key_list(keys: Keys) -> list[tuple[str, int, int] | None]:
+def _key_list(keys: Keys, layout: str) -> list[tuple[str, int, int] | None]:
     if keys is None:
         return []
-    return [None if key is None else key_words(key) for key in (keys if isinstance(keys, Sequence) else [keys])]
+    listed = keys if isinstance(keys, Sequence) else [keys]
+    words = [None if key is None else key_words(key) for key in listed]
+    for key in listed:
+        if layout == ("rows" if isinstance(key, BlocksKey) else "blocks") and key is not None:
+            named = "a cache of blocks" if layout == "rows" else "a row"
+            raise InvalidArgument(
+                f"{shown(key)} names {named}, and layout {layout!r} has none; 'mixed' is used both ways"
+            )
+    return words

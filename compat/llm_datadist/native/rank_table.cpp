@@ -30,7 +30,7 @@ std::int64_t rank_of(const Json& value) {
   std::int64_t rank = -1;
   const auto* end = value.text.data() + value.text.size();
   const auto [at, error] = std::from_chars(value.text.data(), end, rank);
-  if (value.kind != Json::Kind::text || error != std::errc{} || at != end) broken("rank_table has rank_id '", value.text, "', which is no number");
+  if (value.kind != Json::Kind::text || error != std::errc{} || at != end) broken("rank_table has a rank_id that is no whole number", value.kind == Json::Kind::text ? ": '" + value.text + "'" : "");
   return rank;
 }
 
