@@ -360,7 +360,7 @@ def test_a_push_to_the_id_of_no_cache_is_one_to_request_0_of_model_0(remote: tup
     assert caught.value.status_code == LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
     far = there.call("register", SHAPE, req_ids=[0])
     sent = here.tensors(mine)
-    for row, cache_id in ((0, 0), (2, -1)):  # the row is the key's own, as with any other id
+    for row, cache_id in ((0, 0), (2, -1)):  # batch_index says which row, as with any other id
         here.push_cache(("id", THERE, cache_id, row), mine, 1)
     task = here.start(mine, [("key", ("id", THERE, 0, 3), (0, 2), (0, 2), 1)])
     here.all_ready(task)

@@ -25,6 +25,16 @@ FUNCTION = "transfer_cache_async"
 TENSORS_PER_LAYER = 2
 
 
+# What an id of no cache stands for in a push: the cache that has this key at the peer, any row of it. Pushes are of the
+# remote mode, which looks it up so in the peer's table.
+ID_OF_NO_CACHE = kvferry.RequestKey(0, model_id=0)
+
+
+def pushed_to(link: kvferry.Link, to: Any, timeout_ms: int) -> Any:
+    """What kvferry calls the destination ``to``."""
+    return link.describe(to, timeout_ms=timeout_ms).cache_id if to is ID_OF_NO_CACHE else to
+
+
 @dataclass(frozen=True, slots=True)
 class Destination:
     """Where one configuration's layers go. ``moves`` are the arguments of ``Link.push_layers`` that say which units.
@@ -105,7 +115,7 @@ class _Job:
                     self._check_block_size(link, destination)
                 self._pushes[index] = link.push_layers(
                     self._mine,
-                    to=destination.to,
+                    to=pushed_to(link, destination.to, self._engine.timeout_ms),
                     layers=destination.layers,
                     destination_layers=destination.destination_layers,
                     tensors_per_layer=TENSORS_PER_LAYER,

@@ -31,9 +31,6 @@ from llm_datadist.v2.cache_table import CacheTable, owner_key
 _PULL_CACHE_KEYS = (CacheKey, CacheKeyByIdAndIndex)
 _PULL_BLOCKS_KEYS = (BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex)
 
-# What an id of no cache stands for in a push: pushes are of the remote mode, which looks it up so in the peer's table.
-_ID_OF_NO_CACHE = kvferry.RequestKey(0, model_id=0)
-
 # What a key stands for on its owner's side: kvferry's name for the cache, and a row of it (None: the key's own).
 _Named = tuple[Any, int | None]
 
@@ -212,7 +209,7 @@ class CacheManager(CacheTable):
         try:
             link.push(
                 mine,
-                to=self._push_target(key),
+                to=layerwise.pushed_to(link, self._push_target(key), self._engine.timeout_ms),
                 layers=source,
                 destination_layers=destination,
                 tensors_per_layer=tensors_per_layer,
@@ -378,7 +375,7 @@ class CacheManager(CacheTable):
     def _push_target(self, key: CacheKeyByIdAndIndex | BlocksCacheKey) -> Any:
         if isinstance(key, BlocksCacheKey):
             return self._blocks_key(key.model_id)
-        return key.cache_id if key.cache_id > 0 else _ID_OF_NO_CACHE
+        return key.cache_id if key.cache_id > 0 else layerwise.ID_OF_NO_CACHE
 
 
 def _pull_layer_moves(kwargs: dict[str, Any], cache: Cache) -> dict[str, Any]:
