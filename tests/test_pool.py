@@ -267,7 +267,13 @@ for close in (True, False, False):  # each finds it, whatever those before it di
     assert os.waitpid(pid, 0)[1] == 0
 assert pool.load(["k"], buffers=[into]).prefix == 1
 """
-    done = subprocess.run([sys.executable, "-W", "ignore::DeprecationWarning", "-c", words], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore::DeprecationWarning", "-c", words],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
     assert (done.returncode, done.stderr) == (0, "")
 
 
