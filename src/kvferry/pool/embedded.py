@@ -17,7 +17,6 @@ import select
 import signal
 import stat
 import sys
-import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -35,6 +34,7 @@ from kvferry.options import format_size, parse_size
 from kvferry.pool import launch
 from kvferry.pool.places import LOG_BYTES, Settings, runtime_directory, settings
 from kvferry.pool.seat import Seat
+from kvferry.threads import start_thread
 
 __all__ = ["NodeStatus", "claim", "ensure", "find", "fitting_memory", "is_own", "start_or_find", "status", "stop"]
 
@@ -292,7 +292,7 @@ def _exit_code(pid: int, deadline: float) -> int | None:
             if ended:
                 return os.waitstatus_to_exitcode(code)
             if time.monotonic() > deadline:
-                threading.Thread(target=_reap, args=(pid,), name="kvferry-reap", daemon=True).start()
+                start_thread("kvferry-reap", _reap, pid)
                 raise DeadlineExceeded("the pool node is still being started")
             time.sleep(0.002)
     except ChildProcessError:

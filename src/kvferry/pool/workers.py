@@ -7,8 +7,9 @@ from collections.abc import Callable, Generator
 from heapq import heappop, heappush
 from typing import Any, Generic, TypeVar
 
-from kvferry.errors import DeadlineExceeded
+from kvferry.errors import Busy, DeadlineExceeded
 from kvferry.options import checked_timeout
+from kvferry.threads import start_thread
 
 __all__ = ["Future", "Workers"]
 
@@ -108,8 +109,8 @@ class Future(Generic[T]):
 
 def _started(work: Callable[[], None], name: str) -> bool:
     try:
-        threading.Thread(target=work, name=name, daemon=True).start()
-    except RuntimeError:  # this process may have no more of them
+        start_thread(name, work)
+    except Busy:
         return False
     return True
 
