@@ -2,6 +2,7 @@
 
     arena = Arena(capacity_bytes, segment_bytes=256 << 20, add_segment=…, drop_segment=…)
     spot = arena.take(size_bytes, group="")      # (slab, index), or None: nothing is free for it
+    slabs, indices = arena.take_all(size_bytes, 1024)   # as many as are free, at most so many
     arena.place(spot, size_bytes)                # Place(segment, offset, size)
     arena.give(*spot)                            # free again; several of a slab: arena.give(slab, *indices)
 
@@ -44,7 +45,7 @@ class Place(NamedTuple):
 class Slab:
     """``count`` blocks of ``block_bytes`` from ``offset`` of a segment on."""
 
-    __slots__ = ("block_bytes", "count", "fresh", "given", "kind", "offset", "position", "segment")
+    __slots__ = ("at", "block_bytes", "count", "fresh", "given", "kind", "offset", "position", "segment")
 
     def __init__(self, kind: "_Kind", segment: "_Segment", offset: int, count: int) -> None:
         self.kind = kind
@@ -55,6 +56,7 @@ class Slab:
         self.fresh = 0  # blocks from here on were never taken
         self.given: list[int] = []  # those that were given back
         self.position = -1  # in its kind's list of slabs with room
+        self.at = (segment.number, offset, kind.block_bytes)
 
 
 Spot: TypeAlias = tuple[Slab, int]
@@ -147,24 +149,36 @@ class Arena:
 
     def take(self, size_bytes: int, group: str = "") -> Spot | None:
         """A place for so many bytes (at least 1), or None if nothing that is free is long enough."""
+        slabs, indices = self.take_all(size_bytes, 1, group)
+        return (slabs[0], indices[0]) if slabs else None
+
+    def take_all(self, size_bytes: int, count: int, group: str = "") -> tuple[list[Slab], list[int]]:
+        """Places for ``count`` values of that size, or as many as are free."""
         block_bytes = -(-size_bytes // GRANULE) * GRANULE
         kind = self._kinds.get((group, block_bytes))
-        if kind is None or not kind.open:
-            kind = self._new_slab(kind, group, block_bytes)
-            if kind is None:
-                return None
-        slab = kind.open[-1]
-        given = slab.given
-        if given:
-            index = given.pop()
-        else:
-            index = slab.fresh
-            slab.fresh += 1
-        if not given and slab.fresh == slab.count:
-            kind.closes(slab)
-        kind.live += 1
-        self.taken_bytes += block_bytes
-        return slab, index
+        slabs: list[Slab] = []
+        indices: list[int] = []
+        while len(slabs) < count:
+            if kind is None or not kind.open:
+                kind = self._new_slab(kind, group, block_bytes)
+                if kind is None:
+                    break
+            slab = kind.open[-1]
+            given, wanted = slab.given, count - len(slabs)
+            if given:
+                taken = min(wanted, len(given))
+                indices += given[-taken:]
+                del given[-taken:]
+            else:
+                taken = min(wanted, slab.count - slab.fresh)
+                indices += range(slab.fresh, slab.fresh + taken)
+                slab.fresh += taken
+            if not given and slab.fresh == slab.count:
+                kind.closes(slab)
+            slabs += [slab] * taken
+            kind.live += taken
+            self.taken_bytes += taken * block_bytes
+        return slabs, indices
 
     def give(self, slab: Slab, *indices: int) -> None:
         kind = slab.kind

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from collections.abc import Set as AbstractSet
 from itertools import compress
+from operator import attrgetter
 from typing import Protocol
 
 import msgspec
@@ -35,14 +36,17 @@ class Entry(msgspec.Struct, gc=False, eq=False):
     slab: Slab
     index: int
     size: int
+    checksum: object = None
+    expires: float | None = None
+    copy: bool = False  # of what another node owns
     parent: "Entry | None" = None
     children: int = 0
     pins: int = 0
     alive: bool = True  # found by its key; one that is not may still be pinned
-    copy: bool = False  # of what another node owns
     mark: int = 0  # the policy's own
-    expires: float | None = None
-    checksum: object = None
+
+
+_BYTES = attrgetter("slab.block_bytes")
 
 
 class Policy(Protocol):
@@ -81,7 +85,7 @@ class LRU:
 
     def add(self, entries: Sequence[Entry], returning: Sequence[bool]) -> None:
         self._count += len(entries)
-        self.bytes += sum(entry.slab.block_bytes for entry in entries)
+        self.bytes += sum(map(_BYTES, entries))
         self.touch(entries)
 
     def touch(self, entries: Sequence[Entry]) -> None:
@@ -98,7 +102,7 @@ class LRU:
 
     def remove(self, entries: Collection[Entry]) -> None:
         self._count -= len(entries)
-        self.bytes -= sum(entry.slab.block_bytes for entry in entries)
+        self.bytes -= sum(map(_BYTES, entries))
         if len(self._queue) > 2 * self._count + 64:
             self._shorten()
 
@@ -160,16 +164,18 @@ class S3FIFO:
         self._gone = 0
 
     def add(self, entries: Sequence[Entry], returning: Sequence[bool]) -> None:
-        for entry in compress(entries, returning):
-            entry.mark = _MAIN
-        for entry in reversed(entries):
-            size = entry.slab.block_bytes
-            self.bytes += size
-            if entry.mark:
-                self._main.append(entry)
-            else:
-                self._small_bytes += size
-                self._small.append(entry)
+        new = entries
+        if any(returning):
+            back = [*compress(entries, returning)]
+            for entry in back:
+                entry.mark = _MAIN
+            self._main.extend(reversed(back))
+            self.bytes += sum(map(_BYTES, back))
+            new = [entry for entry in entries if not entry.mark]
+        size = sum(map(_BYTES, new))
+        self.bytes += size
+        self._small_bytes += size
+        self._small.extend(reversed(new))
 
     def touch(self, entries: Sequence[Entry]) -> None:
         for entry in entries:
@@ -241,6 +247,7 @@ class Ghosts:
     LEAST = 1 << 12
     WAYS = 4
     REASON_BITS = 3  # of a word
+    FEW = 16  # up to here one after the other is quicker
 
     def __init__(self) -> None:
         self._reasons: list[str] = []
@@ -277,6 +284,23 @@ class Ghosts:
                 reason = reason or self._reasons[words[at] & (1 << self.REASON_BITS) - 1]
                 words[at] = 0
         return reason
+
+    def take_all(self, keys: "npt.NDArray[np.int64]", reason: str) -> list[bool]:
+        """`take` of each (no two are equal): which of them went for this reason."""
+        if not self._reasons:
+            return [False] * len(keys)
+        if len(keys) <= self.FEW:
+            return [self.take(key) == reason for key in keys.tolist()]
+        buckets = (keys.view(np.uint64) & np.uint64(self._mask)) // np.uint64(self.WAYS)
+        table = np.frombuffer(self._words, np.uint64).reshape(-1, self.WAYS)
+        words = table[buckets]
+        at, way = np.nonzero(words >> np.uint64(self.REASON_BITS) == (keys.view(np.uint64) & np.uint64(_HASH))[:, None])
+        table[buckets[at], way] = 0
+        known, newest = np.unique(at, return_index=True)
+        codes = words[known, way[newest]] & np.uint64((1 << self.REASON_BITS) - 1)
+        taken = np.zeros(len(keys), np.bool_)
+        taken[known[codes == np.uint64(self._code(reason))]] = True
+        return taken.tolist()
 
     def _code(self, reason: str) -> int:
         if reason not in self._reasons:

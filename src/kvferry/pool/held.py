@@ -1,11 +1,19 @@
 """What a store hands out: spaces, and the places that somebody holds for a while. Values; `store` alone changes them."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
+from itertools import compress, groupby
+from operator import attrgetter
+from typing import TypeAlias
 
-from kvferry.pool.arena import Place, Spot
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.pool.arena import Arena, Place, Slab
 from kvferry.pool.eviction import Entry, Policy
 
-__all__ = ["Held", "Lease", "Namespace", "Reservation", "Space"]
+__all__ = ["Held", "Lease", "Namespace", "Reservation", "Space", "Table"]
+
+Table: TypeAlias = npt.NDArray[np.int64]  # [n, 3]: segment, offset, size
 
 
 class Namespace:
@@ -38,34 +46,43 @@ class Space:
 
 
 class Held:
-    """``places``, ``outcomes`` and ``keys`` go together, one per key of the call."""
+    """``places``, ``outcomes`` and ``keys`` go together, one per key of the call; the place is None where there is none."""
 
-    __slots__ = ("closed", "ended", "keys", "outcomes", "owner", "places", "space", "until")
+    __slots__ = ("closed", "ended", "keys", "outcomes", "owner", "space", "until")
 
     def __init__(self, space: Space, keys: Sequence[bytes], owner: Hashable, until: float) -> None:
         self.space = space
         self.keys = keys
         self.owner = owner
         self.until = until
-        self.places: list[Place | None] = []
         self.outcomes: list[str] = []
         self.ended = False
         self.closed = False
 
+    @property
+    def places(self) -> list[Place | None]:
+        raise NotImplementedError
+
+    def table(self) -> Table:
+        """Segment, offset and size of each place, in the order of the keys."""
+        raise NotImplementedError
+
     def segments(self) -> set[int]:
         """Those in which its places lie."""
-        return {place[0] for place in self.places if place is not None}
+        return set(self.table()[:, 0].tolist())
 
 
 class Reservation(Held):
-    """Places for values that are being saved; outcomes are RESERVED, PRESENT, PENDING, SIZE_MISMATCH, FULL or OVERSIZE."""
+    """Places for values that are being saved: ``slabs[i]`` and ``indices[i]``, or None and whatever. Outcomes are RESERVED,
+    PRESENT, PENDING, SIZE_MISMATCH, FULL or OVERSIZE."""
 
-    __slots__ = ("copy", "parents", "spots", "ttl_ms", "void")
+    __slots__ = ("copy", "indices", "parents", "sizes", "slabs", "ttl_ms", "void")
 
     def __init__(
         self,
         space: Space,
         keys: Sequence[bytes],
+        sizes: Sequence[int],
         owner: Hashable,
         until: float,
         parents: Sequence[bytes | None] | None,
@@ -73,20 +90,60 @@ class Reservation(Held):
         copy: bool,
     ) -> None:
         super().__init__(space, keys, owner, until)
+        self.sizes = sizes
         self.parents = parents
         self.ttl_ms = ttl_ms
         self.copy = copy
-        self.spots: list[Spot | None] = []
+        self.slabs: list[Slab | None] = []
+        self.indices: list[int] = []
         self.void: set[bytes] = set()  # removed meanwhile
+
+    @property
+    def places(self) -> list[Place | None]:
+        taken = zip(self.slabs, self.indices, self.sizes, strict=True)
+        return [None if slab is None else Arena.place((slab, index), size) for slab, index, size in taken]
+
+    def table(self) -> Table:
+        slabs, indices, sizes = self.slabs, self.indices, self.sizes
+        if None in slabs:
+            indices, sizes = [*compress(indices, slabs)], [*compress(sizes, slabs)]
+        return _table(filter(None, slabs), indices, sizes)
 
 
 class Lease(Held):
     """Places of values that are being loaded; outcomes are HIT, NEVER_SAVED, EVICTED, EXPIRED, REMOVED, PENDING or
-    SIZE_MISMATCH. ``checksums`` are those of the commit, or None."""
+    SIZE_MISMATCH. ``entries``: what was found, None where nothing was."""
 
-    __slots__ = ("checksums", "entries")
+    __slots__ = ("entries",)
 
     def __init__(self, space: Space, keys: Sequence[bytes], owner: Hashable, until: float) -> None:
         super().__init__(space, keys, owner, until)
-        self.checksums: list[object] = []
-        self.entries: list[Entry] = []
+        self.entries: list[Entry | None] = []
+
+    @property
+    def places(self) -> list[Place | None]:
+        return [None if one is None else Arena.place((one.slab, one.index), one.size) for one in self.entries]
+
+    @property
+    def checksums(self) -> list[object]:
+        """Those of the commit, or None."""
+        return [entry and entry.checksum for entry in self.entries]
+
+    def table(self) -> Table:
+        found = [*filter(None, self.entries)]
+        return _table(map(_SLAB, found), [*map(_INDEX, found)], [*map(_SIZE, found)])
+
+
+_SLAB, _INDEX, _SIZE = map(attrgetter, ("slab", "index", "size"))
+
+
+def _table(slabs: Iterable[Slab], indices: list[int], sizes: Sequence[int]) -> Table:
+    if not indices:
+        return np.empty((0, 3), np.int64)
+    runs = [(slab.at, len(list(run))) for slab, run in groupby(slabs)]  # neighbours often lie in one
+    table = np.array([at for at, _ in runs], np.int64).reshape(-1, 3)
+    if len(runs) < len(indices):
+        table = table.repeat([count for _, count in runs], axis=0)
+    table[:, 1] += table[:, 2] * indices
+    table[:, 2] = sizes[0] if sizes.count(sizes[0]) == len(sizes) else sizes
+    return table

@@ -12,7 +12,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from itertools import chain
+from itertools import compress
 from typing import Any
 from weakref import finalize
 
@@ -242,7 +242,7 @@ class PoolNode:
             until=_until(now, request.left_ms),
             now=now,
         )
-        codes = bytes(map(_CODES.__getitem__, lease.outcomes))
+        codes = _codes(lease.outcomes)
         try:
             number, windows, window_of, offsets = self._windows(lease, _core.READ, now)
         except BaseException:
@@ -250,16 +250,16 @@ class PoolNode:
             raise
         checksums = b""
         if any(lease.checksums):
-            checksums = np.array(
-                [c or 0 for c, p in zip(lease.checksums, lease.places, strict=True) if p], np.uint64
-            ).tobytes()
+            checksums = np.array([c or 0 for c in compress(lease.checksums, lease.entries)], np.uint64).tobytes()
         told = [self._node._core.resolution(window) for window in windows]
         return messages.Leased(number, codes, windows, told, window_of, offsets, checksums)
 
     def _begun(self, request: messages.Lookup | messages.Reserve, call: Any) -> list[int]:
         """What both begin with: earlier leases are over, and there is a size for each key."""
         self._release_all(request.released, call)
-        sizes: list[int] = np.frombuffer(request.sizes, np.uint64).tolist()
+        given = np.frombuffer(request.sizes, np.uint64)
+        same = len(given) > 1 and bool((given == given[0]).all())
+        sizes: list[int] = [int(given[0])] * len(given) if same else given.tolist()
         if len(request.keys) != len(sizes):
             raise InvalidArgument(f"{len(request.keys)} keys and {len(sizes)} sizes")
         if sizes and min(sizes) < 1:
@@ -278,7 +278,7 @@ class PoolNode:
     def _reserve(self, request: messages.Reserve, call: Any) -> msgspec.Struct:
         now = time.monotonic()
         sizes = self._begun(request, call)
-        lengths = list(map(len, request.keys))
+        lengths = set(map(len, request.keys))
         if lengths and not 0 < min(lengths) <= max(lengths) <= messages.LONGEST_KEY:
             raise InvalidArgument(f"keys have 1 to {messages.LONGEST_KEY} bytes")
         if request.ttl_ms is not None and request.ttl_ms < 1:
@@ -294,7 +294,7 @@ class PoolNode:
             now=now,
             copy=request.copy,
         )
-        codes = bytes(map(_CODES.__getitem__, saving.outcomes))
+        codes = _codes(saving.outcomes)
         try:
             number, windows, window_of, offsets = self._windows(saving, _core.WRITE, now)
         except BaseException:
@@ -307,11 +307,11 @@ class PoolNode:
         if held is None or held.held.owner != call.link_id or not isinstance(held.held, Reservation):
             return messages.Failure("internal", "this reservation has ended")
         saving = held.held
-        reserved = [at for at, place in enumerate(saving.places) if place is not None]
+        reserved = [*compress(range(len(saving.slabs)), saving.slabs)]
         failed = {reserved[at]: FULL for at in request.failed}
         checksums = None
         if request.checksums:
-            checksums = [None] * len(saving.places)
+            checksums = [None] * len(saving.slabs)
             for at, checksum in zip(reserved, np.frombuffer(request.checksums, np.uint64).tolist(), strict=True):
                 checksums[at] = checksum
         codes = b""
@@ -319,7 +319,7 @@ class PoolNode:
         def publish() -> None:
             nonlocal codes
             outcomes = self._store.commit(saving, failed=failed, checksums=checksums, now=time.monotonic())
-            codes = bytes(_CODES[outcomes[at]] for at in reserved)
+            codes = _codes([*compress(outcomes, saving.slabs)])
 
         self._forget(request.reservation)
         if not self._close_windows(held.windows, publish):
@@ -363,13 +363,13 @@ class PoolNode:
     def _windows(self, held: "Reservation | Lease", access: int, now: float) -> tuple[int, list[bytes], bytes, bytes]:
         """One window per segment over the places of ``held``: its number, their names, and for each place, in order, the
         window that it lies in and where."""
-        places = [place for place in held.places if place is not None]
-        if not places:
+        table = held.table()
+        if not len(table):
             return 0, [], b"", b""
-        table = np.fromiter(chain.from_iterable(places), np.int64, 3 * len(places)).reshape(-1, 3)
-        parts = [(places[0][0], table)]
-        window_of = bytes(2 * len(places))
-        if len(places) > 1 and not (table[:, 0] == places[0][0]).all():
+        first = int(table[0, 0])
+        parts = [(first, table)]
+        window_of = bytes(2 * len(table))
+        if len(table) > 1 and not (table[:, 0] == first).all():
             segments, which = np.unique(table[:, 0], return_inverse=True)
             parts = [(segment, table[which == number]) for number, segment in enumerate(segments.tolist())]
             window_of = which.astype(np.uint16).tobytes()
@@ -448,6 +448,12 @@ class PoolNode:
 
 class _UnknownSpace(Exception):
     pass
+
+
+def _codes(outcomes: list[str]) -> bytes:
+    if outcomes and outcomes.count(outcomes[0]) == len(outcomes):
+        return bytes([_CODES[outcomes[0]]]) * len(outcomes)
+    return bytes(map(_CODES.__getitem__, outcomes))
 
 
 _ROUNDING = np.array([0, GRANULE - 1])

@@ -32,12 +32,14 @@ places are numbers. Driven by one thread: the pool node's loop, a simulation, or
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from heapq import heapify, heappop, heappush
+from itertools import repeat
 from math import inf
+from operator import attrgetter
 from typing import Final, Literal
 
 import numpy as np
 
-from kvferry.pool.arena import Arena, Place, Slab, Spot, rounded
+from kvferry.pool.arena import Arena, Slab, Spot, rounded
 from kvferry.pool.eviction import POLICIES, Entry, Ghosts, Policy
 from kvferry.pool.held import Held, Lease, Namespace, Reservation, Space
 from kvferry.pool.records import NamespaceStatistics, StoreStatistics
@@ -187,29 +189,27 @@ class Store:
         if self._ttls and self._ttls[0][0] <= now:
             self._end_values(now)
         lease = Lease(space, keys, owner, until)
-        find, found = space.entries.get, lease.entries
-        places, outcomes, checksums = lease.places, lease.outcomes, lease.checksums
-        hit_bytes = 0
-        for at, key in enumerate(keys):
-            entry = find(key)
-            if entry is None or (sizes is not None and entry.size != sizes[at]):
-                reason = SIZE_MISMATCH if entry is not None else self._why_not(space, key)
-                self._misses[reason] += 1
-                outcomes.append(reason)
-                places.append(None)
-                checksums.append(None)
-                continue
-            entry.pins += 1
-            found.append(entry)
-            slab, size = entry.slab, entry.size
-            hit_bytes += size
-            outcomes.append(HIT)
-            places.append(Place(slab.segment.number, slab.offset + entry.index * slab.block_bytes, size))
-            checksums.append(entry.checksum)
+        entries: list[Entry | None] = list(map(space.entries.get, keys))
+        if None in entries or (sizes is not None and list(map(_SIZE, entries)) != sizes):
+            for at, entry in enumerate(entries):
+                outcome = HIT
+                if entry is None:
+                    outcome = self._why_not(space, keys[at])
+                elif sizes is not None and entry.size != sizes[at]:
+                    outcome, entries[at] = SIZE_MISMATCH, None
+                if outcome is not HIT:
+                    self._misses[outcome] += 1
+                lease.outcomes.append(outcome)
+        else:
+            lease.outcomes = [HIT] * len(entries)
+        lease.entries = entries
+        found = [*filter(None, entries)]
         if found:
+            for entry in found:
+                entry.pins += 1
             _touch(space.namespace, found)
             self._counts["hits"] += len(found)
-            self._counts["hit_bytes"] += hit_bytes
+            self._counts["hit_bytes"] += sum(map(_SIZE, found))
             self._hold(lease)
         else:
             lease.closed = True
@@ -221,14 +221,13 @@ class Store:
             return
         self._let_go(lease)
         namespace = lease.space.namespace
-        for entry in lease.entries:
+        for entry in filter(None, lease.entries):
             entry.pins -= 1
             if not entry.pins:
                 if not entry.alive:
                     self._free(namespace, (entry.slab, entry.index))
                 elif not entry.children:
                     _policy_of(namespace, entry).unheld(entry)
-        lease.entries = []
 
     # --- saving ---------------------------------------------------------------------------------------------------
 
@@ -254,15 +253,17 @@ class Store:
         self._arena.ask_again()
         if isinstance(parents, str):
             parents = [None, *keys[:-1]]
-        saving = Reservation(space, keys, owner, until, parents, ttl_ms, copy)
-        entries, pending = space.entries, space.pending
-        places, outcomes, spots = saving.places, saving.outcomes, saving.spots
+        saving = Reservation(space, keys, sizes, owner, until, parents, ttl_ms, copy)
+        outcomes = saving.outcomes
         used: list[Entry] = []
         hopeless: float = inf  # for a value of this size nothing was found in this call
-        reserved = 0
-        add_place, add_outcome, add_spot = places.append, outcomes.append, spots.append
-        find, namespace, room = entries.get, space.namespace, self._room
-        for key, size in zip(keys, sizes, strict=True):
+        namespace = space.namespace
+        self._room_at_once(saving)
+        reserved = len(outcomes)
+        add_outcome, add_slab, add_index = outcomes.append, saving.slabs.append, saving.indices.append
+        find, pending, room = space.entries.get, space.pending, self._room
+        for at in range(reserved, len(keys)):
+            key, size = keys[at], sizes[at]
             entry = find(key)
             if entry is not None and entry.copy and (not copy or entry.size != size):
                 self._drop(entry, EVICTED)
@@ -280,10 +281,9 @@ class Store:
             else:
                 spot = room(namespace, size, copy)
                 if spot is not None:
-                    slab, index = spot
-                    add_place(Place(slab.segment.number, slab.offset + index * slab.block_bytes, size))
                     add_outcome(RESERVED)
-                    add_spot(spot)
+                    add_slab(spot[0])
+                    add_index(spot[1])
                     pending[key] = saving
                     reserved += 1
                     continue
@@ -292,9 +292,9 @@ class Store:
                     hopeless = size
                 else:
                     outcome = OVERSIZE
-            add_place(None)
             add_outcome(outcome)
-            add_spot(None)
+            add_slab(None)
+            add_index(0)
             self._not_saved[outcome] += 1
         if used:
             # One that was PRESENT may have gone for the room of a later key; it was there when it was asked for.
@@ -321,69 +321,86 @@ class Store:
             self.abort(saving)
             return saving.outcomes
         self._let_go(saving)
-        failed = failed or {}
-        space, spots, outcomes = saving.space, saving.spots, saving.outcomes
-        namespace, entries = space.namespace, space.entries
-        parents = saving.parents
-        expires = None if saving.ttl_ms is None else now + saving.ttl_ms / 1000
-        new: list[Entry] = []
-        returning: list[bool] = []
-        saved_bytes = 0
-        pending, voids, places = space.pending, saving.void, saving.places
-        number, copy, salt, ghost_of = space.number, saving.copy, space.salt, self._ghosts.take
-        add_new, add_returning = new.append, returning.append
-        for at, key in enumerate(saving.keys):
-            spot = spots[at]
-            if spot is None:
-                continue
-            void = bool(voids) and key in voids
-            if not void:
+        space, outcomes, copy = saving.space, saving.outcomes, saving.copy
+        namespace, entries, pending = space.namespace, space.entries, space.pending
+        keys, sizes, above = saving.keys, saving.sizes, saving.parents
+        slabs, indices = saving.slabs, saving.indices
+        if failed or saving.void:
+            slabs = self._kept(saving, failed or {})
+        if None not in slabs:
+            outcomes[:] = [SAVED] * len(slabs)
+        else:
+            kept = [at for at, slab in enumerate(slabs) if slab is not None]
+            for at in kept:
+                outcomes[at] = SAVED
+            keys, sizes = [keys[at] for at in kept], [sizes[at] for at in kept]
+            slabs, indices = [slabs[at] for at in kept], [indices[at] for at in kept]
+            checksums = checksums and [checksums[at] for at in kept]
+            above = above and [above[at] for at in kept]
+        if not slabs:
+            return outcomes
+        if len(pending) == len(keys):
+            pending.clear()
+        else:
+            for key in keys:
                 del pending[key]
-            if void or at in failed:
-                outcomes[at] = REMOVED if void else failed[at]
-                self._not_saved[outcomes[at]] += 1
-                self._free(namespace, spot)
-                continue
-            slab, index = spot
-            size, block_bytes = places[at][2], slab.block_bytes  # type: ignore[index] # each spot has a place
-            saved_bytes += size
-            parent = None
-            if parents is not None and (above := parents[at]) is not None:
-                parent = entries.get(above)
-                if parent is not None:
-                    if parent.copy is copy:
-                        parent.children += 1
-                    else:
-                        parent = None  # or a value would hold a copy, which then is not the first to go
-            entry = Entry(
-                key, number, slab, index, block_bytes if size == block_bytes else size, parent
-            )  # one number for all
-            if expires is not None:
-                entry.expires = expires
-            if copy:
-                entry.copy = True
-            if checksums is not None:
-                entry.checksum = checksums[at]
-            entries[key] = entry
-            outcomes[at] = SAVED
-            add_new(entry)
-            add_returning(ghost_of(hash(key) ^ salt) == _EARLY)
-        saving.spots = []
-        if new:
-            if saving.copy:
-                self._copies_of(namespace).add(new, returning)
-                self._copied += len(new)
-            else:
-                namespace.policy.add(new, returning)
-            self._keys += len(new)
-            self._counts["saved"] += len(new)
-            self._counts["saved_bytes"] += saved_bytes
-            if expires is not None:
-                self._serial += 1
-                heappush(self._ttls, (expires, self._serial, new))
-                self._ttl_listed += len(new)
-                self._ttl_live += len(new)
+        # Equal sizes are one number: there may be millions of entries.
+        one: dict[int, int] = {}
+        same = sizes.count(sizes[0]) == len(sizes)
+        shared = repeat(sizes[0]) if same else [one.setdefault(size, size) for size in sizes]
+        expires = None if saving.ttl_ms is None else now + saving.ttl_ms / 1000
+        new = list(
+            map(
+                Entry,
+                keys,
+                repeat(space.number),
+                slabs,
+                indices,
+                shared,
+                repeat(None) if checksums is None else checksums,
+                repeat(expires),
+                repeat(copy),
+            )
+        )
+        if above is None:
+            entries.update(zip(keys, new, strict=True))
+        else:
+            for key, entry, before in zip(keys, new, above, strict=True):
+                parent = None if before is None else entries.get(before)
+                if parent is not None and parent.copy is copy:  # a copy that a value holds would not be the first to go
+                    parent.children += 1
+                    entry.parent = parent
+                entries[key] = entry
+        returning = self._ghosts.take_all(np.fromiter(map(hash, keys), np.int64, len(keys)) ^ space.salt, _EARLY)
+        if copy:
+            self._copies_of(namespace).add(new, returning)
+            self._copied += len(new)
+        else:
+            namespace.policy.add(new, returning)
+        self._keys += len(new)
+        self._counts["saved"] += len(new)
+        self._counts["saved_bytes"] += sum(sizes)
+        if expires is not None:
+            self._serial += 1
+            heappush(self._ttls, (expires, self._serial, new))
+            self._ttl_listed += len(new)
+            self._ttl_live += len(new)
         return outcomes
+
+    def _kept(self, saving: Reservation, failed: Mapping[int, str]) -> list[Slab | None]:
+        """Its slabs but those of ``failed`` and removed keys, whose places are given back."""
+        space, kept = saving.space, list(saving.slabs)
+        for at, slab in enumerate(kept):
+            key = saving.keys[at]
+            void = key in saving.void
+            if slab is not None and (void or at in failed):
+                if not void:
+                    del space.pending[key]
+                outcome = saving.outcomes[at] = REMOVED if void else failed[at]
+                self._not_saved[outcome] += 1
+                self._free(space.namespace, (slab, saving.indices[at]))
+                kept[at] = None
+        return kept
 
     def abort(self, saving: Reservation) -> None:
         """Gives its places back; to be called when nobody copies into them any more. RESERVED becomes EXPIRED."""
@@ -391,15 +408,14 @@ class Store:
             return
         self._let_go(saving)
         space = saving.space
-        for at, spot in enumerate(saving.spots):
-            if spot is not None:
+        for at, slab in enumerate(saving.slabs):
+            if slab is not None:
                 key = saving.keys[at]
                 if key not in saving.void:
                     del space.pending[key]
                 saving.outcomes[at] = EXPIRED
                 self._not_saved[EXPIRED] += 1
-                self._free(space.namespace, spot)
-        saving.spots = []
+                self._free(space.namespace, (slab, saving.indices[at]))
 
     # --- ends -----------------------------------------------------------------------------------------------------
 
@@ -498,6 +514,24 @@ class Store:
         return rounded(size) <= (
             self._arena.capacity_bytes if quota is None else min(quota, self._arena.capacity_bytes)
         )
+
+    def _room_at_once(self, saving: Reservation) -> None:
+        """Places for the first of its values, if all are new and of one size: as many as nothing has to go for."""
+        space, keys, sizes = saving.space, saving.keys, saving.sizes
+        pending, namespace, count = space.pending, space.namespace, len(keys)
+        if count < 2 or sizes.count(sizes[0]) < count:
+            return
+        mine = dict.fromkeys(keys, saving)
+        if len(mine) < count or not (space.entries.keys().isdisjoint(mine) and pending.keys().isdisjoint(mine)):
+            return
+        takes = rounded(sizes[0])
+        if namespace.quota_bytes is not None:
+            count = max(0, min(count, (namespace.quota_bytes - namespace.bytes) // takes))
+        slabs, saving.indices = self._arena.take_all(sizes[0], count, namespace.group)
+        saving.slabs += slabs
+        saving.outcomes += [RESERVED] * len(slabs)
+        namespace.bytes += takes * len(slabs)
+        pending.update(mine if len(slabs) == len(keys) else dict.fromkeys(keys[: len(slabs)], saving))
 
     def _room(self, namespace: Namespace, size: int, copy: bool) -> Spot | None:
         quota = namespace.quota_bytes
@@ -639,6 +673,9 @@ class Store:
             self._deadlines = [one for one in self._deadlines if not one[2].closed]
             heapify(self._deadlines)
             self._passed = 0
+
+
+_SIZE = attrgetter("size")
 
 
 def _policy_of(namespace: Namespace, entry: Entry) -> Policy:
