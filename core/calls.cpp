@@ -269,11 +269,15 @@ CallEvent Calls::next(const Deadline& until) {
     Token token = 0;
     std::uint32_t events = 0;
     int n = wait(0, token, events);
+    const auto began = n == 0 ? now_ns() : 0;
     if (n == 0 && !until.passed() && !looking_.test_and_set()) {
       spin_.until([&] { return (n = wait(0, token, events)) != 0; });
       looking_.clear();
     }
-    if (n == 0) n = wait(std::min<std::int64_t>(Interruptible::sleep_ms(until), far_ms), token, events);
+    if (n == 0) {
+      n = wait(std::min<std::int64_t>(Interruptible::sleep_ms(until), far_ms), token, events);
+      if (n > 0) spin_.slept(now_ns() - began);
+    }
     if (n <= 0) {
       if (n == 0 && until.passed()) return {};
       Interruptible::throw_if_asked();

@@ -132,6 +132,7 @@ void Operation::begin() {
 void Operation::drive() {
   for (;;) {
     Need need = guarded_step();
+    const auto began = need == Need::readable ? now_ns() : 0;
     if (need == Need::readable) link_->spin.until([&] { return (need = guarded_step()) != Need::readable; });
     if (need == Need::done) return;
     if (Interruptible::asked_now_and_then()) cancelled_.store(true);
@@ -145,7 +146,9 @@ void Operation::drive() {
       continue;
     }
     pollfd p{descriptor(), static_cast<short>(need == Need::readable ? POLLIN : POLLOUT), 0};
-    if (::poll(&p, 1, static_cast<int>(wait_ms)) < 0 && Interruptible::asked()) cancelled_.store(true);
+    const int n = ::poll(&p, 1, static_cast<int>(wait_ms));
+    if (n < 0 && Interruptible::asked()) cancelled_.store(true);
+    if (n > 0 && need == Need::readable && began != 0) link_->spin.slept(now_ns() - began);
   }
 }
 
