@@ -807,6 +807,7 @@ NB_MODULE(_core, m) {
         const auto memory = memory_of_process(std::move(moves));
         auto& engine = self.node->engine();
         writable ? engine.check_writable(*memory) : engine.check_readable(*memory);
+        return memory->may_shrink.load();
       }, "moves"_a, "writable"_a)
       .def("resolution", [](PyNode& self, nb::bytes window) {
         const auto told = self.node->resolution(std::string(window.c_str(), window.size()));

@@ -56,6 +56,14 @@ class ArenaAgainstModel(RuleBasedStateMachine):
             elif not self.taken:
                 assert size > CAPACITY
 
+    @rule(size=st.sampled_from([64, 1000, 4096, SEGMENT + 1]), count=st.integers(0, 40))
+    def take_all(self, size: int, count: int) -> None:
+        slabs, indices = self.arena.take_all(size, count)
+        assert len(slabs) == len(indices) <= count
+        self.taken += [(spot, size, "") for spot in zip(slabs, indices, strict=True)]
+        if len(slabs) < count:
+            assert self.arena.take(size) is None
+
     @precondition(lambda self: self.taken)
     @rule(data=st.data(), times=st.integers(1, 8))
     def give(self, data: Any, times: int) -> None:

@@ -1,5 +1,6 @@
 """Checksums of values in the pool: the formula, and that nothing wrong is served where they are on."""
 
+import os
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -201,6 +202,18 @@ def test_a_right_value_under_a_wrong_key_is_corrupted() -> None:
         first, second = (space.entries[key] for key in keys[:2])
         (first.slab, first.index), (second.slab, second.index) = (second.slab, second.index), (first.slab, first.index)
         assert pool.load(keys, buffers=list(into)).outcomes == ["corrupted", "corrupted", "hit"]
+
+
+def test_a_file_that_has_been_cut_short_cannot_be_saved_and_ends_nobody(tmp_path: Path) -> None:
+    """Sums are taken while the bytes move, which is how one learns that they are not there."""
+    whole = np.memmap(tmp_path / "values", np.uint8, "w+", shape=(1 << 20,))
+    whole[:] = 7
+    with kvferry.Pool.private(checksum="always") as pool:
+        assert pool.save([b"whole"], buffers=[whole]).prefix == 1
+        os.truncate(tmp_path / "values", 4096)
+        with pytest.raises(kvferry.InvalidArgument, match="not mapped"):
+            pool.save([b"cut"], buffers=[whole])
+        assert pool.exists([b"whole", b"cut"]).ok.tolist() == [True, False]
 
 
 def test_checksum_is_one_of_three_words() -> None:

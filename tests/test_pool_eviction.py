@@ -168,6 +168,23 @@ def test_ghosts_that_come_at_once_are_those_that_come_one_after_the_other() -> N
     assert many._words == one._words
 
 
+def test_ghosts_that_are_taken_at_once_are_those_that_are_taken_one_after_the_other() -> None:
+    chance = np.random.default_rng(4)
+    one, many = Ghosts(), Ghosts()
+    assert one.take_all(np.arange(100), "removed") == [False] * 100
+    for count in (3000, 10, 3000, 17, 3000, 3000):
+        keys = chance.integers(0, 10_000, count) * 7_777_777_777_777 - (1 << 62)
+        for ghosts in (one, many):
+            ghosts.put_all(keys, ("removed", "early")[count % 2])
+            ghosts.put_all(keys[::3], "expired")
+        wanted = np.unique(chance.integers(0, 10_000, count) * 7_777_777_777_777 - (1 << 62))
+        chance.shuffle(wanted)
+        taken = [one.take(key) == "removed" for key in wanted.tolist()]
+        assert many.take_all(wanted, "removed") == taken
+        assert many._words == one._words
+        assert any(taken) or count < 100
+
+
 def test_a_ghost_that_is_put_again_says_the_newest_reason_and_one_that_is_dropped_nothing() -> None:
     ghosts = Ghosts()
     for live in (0, 10_000):  # which grows it

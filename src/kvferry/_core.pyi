@@ -362,9 +362,10 @@ class Node:
         self, cache_id: int, units: Sequence[int] | npt.NDArray[np.integer[Any]], access: int, ttl_ms: int
     ) -> bytes:
         """``units``: their numbers, or an array [n, 2] of first numbers and counts."""
-    def check_memory(self, moves: Moves, writable: bool) -> None:
+    def check_memory(self, moves: Moves, writable: bool) -> bool:
         """Raises kind "invalid_argument" if a span of this process's memory is not mapped with the right that is needed:
-        as a pull into it, or a push from it, would before its first byte."""
+        as a pull into it, or a push from it, would before its first byte. Whether some of it lies in a file, which may be cut
+        short at any time."""
     def resolution(self, window: bytes) -> bytes:
         """What a read window stands for, to be told to a peer beside its name."""
     def close_window(self, name: bytes) -> bool: ...

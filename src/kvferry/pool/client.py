@@ -54,6 +54,7 @@ HIT, SAVED, TIMEOUT, NODE_LOST, POOL_OFF, NEVER_SAVED, CORRUPTED = map(
     code_of, ("hit", "saved", "timeout", "node_lost", "pool_off", "never_saved", "corrupted")
 )
 NO_CHECKSUM = np.uint64(0)
+LENGTHS = set(range(1, LONGEST_KEY + 1))  # of keys
 ALL = slice(None)
 
 Indices = npt.NDArray[np.int64]
@@ -768,18 +769,20 @@ class Pool:
             offsets = np.frombuffer(reserved.offsets, np.uint64)
             failed: list[int] = []
             size_bytes = 0
-            checksums = np.zeros(0, np.uint64)
-            summed = self._verifies(peer) or (self._checksum == "auto" and peer.beyond_host)
-            if summed:
-                checksums = np.zeros(len(places), np.uint64)
+            at_once = summed = self._verifies(peer) or (self._checksum == "auto" and peer.beyond_host)
+            checksums = np.zeros(len(places) if summed else 0, np.uint64)
             moving: list[tuple[Indices | slice, Moving]] = []
             committed = False
             try:
                 for number, mine in enumerate(_by_window(reserved.window_of, len(reserved.windows))):
                     way = pushing(link, reserved.windows[number])
                     spans = values.spans(chosen[places[mine]], offsets[mine], to_node=True)
-                    moving.append((mine, batch.move(way, spans, beside)))
+                    # Of a file that is cut short meanwhile the copying tells, and the sums would end this process.
+                    at_once &= summed and not self._node._core.check_memory(moves_of(spans), False)
+                    moving.append((mine, batch.move(way, spans, beside or summed)))
                 yield
+                if at_once:  # while the bytes move
+                    checksums = values.checksums(chosen[places], _seeds(space, batch.keys, chosen[places]))
                 for mine, move in moving:
                     which = chosen[places[mine]]
                     word = move.end()
@@ -789,7 +792,7 @@ class Pool:
                         failed += np.arange(len(places))[mine].tolist()
                         continue
                     size_bytes += values.bytes_of(which)
-                    if summed:
+                    if summed and not at_once:
                         checksums[mine] = values.checksums(which, _seeds(space, batch.keys, which))
                 commit = messages.Commit(reserved.reservation, failed, checksums.tobytes())
                 published = peer.asking(commit, messages.Flags, batch.until, link, beside)
@@ -978,7 +981,7 @@ def _words(what: str, words: Any) -> list[bytes]:
         raise InvalidArgument(
             f"{what} is {shown(words)}: give a list of bytes or strings, or the array of prefix_keys()"
         )
-    if set(map(type, words)) == {bytes} and min(map(len, words)) > 0 and max(map(len, words)) <= LONGEST_KEY:
+    if set(map(type, words)) == {bytes} and set(map(len, words)) <= LENGTHS:
         return list(words)
     listed = []
     for number, word in enumerate(words):

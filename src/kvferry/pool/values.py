@@ -65,8 +65,8 @@ class Values:
         return _spans(self.addresses[at], there, self.sizes[at], to_node)
 
     def checksums(self, chosen: npt.NDArray[np.int64], seeds: U64) -> U64:
-        """Of the ``chosen`` values as they lie here now, with a seed each: only after they have been moved, which has looked
-        whether their memory is there."""
+        """Of the ``chosen`` values as they lie here now, with a seed each: only after somebody has looked whether their memory
+        is there, as those do who move it."""
         at, counts = self._segments(chosen)
         return np.frombuffer(_core.checksums(self.addresses[at], self.sizes[at], counts, seeds), np.uint64)
 
