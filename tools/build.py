@@ -24,12 +24,12 @@ DOES_NOT_BUILD = "The native code does not build (the compiler's words are above
 
 @dataclass(frozen=True)
 class Project:
-    """One distribution with a native module. ``trees``: where its build trees lie; its ``build-dir`` says the same."""
+    """One distribution with native code. ``trees``: where its build trees lie; its ``build-dir`` says the same."""
 
     name: str
     root: Path
     trees: Path
-    module: str
+    targets: tuple[str, ...]  # what is installed
     tests: str  # the target that builds its test programs
 
     @property
@@ -37,9 +37,9 @@ class Project:
         return self.trees / str(sys.implementation.cache_tag)
 
 
-KVFERRY = Project("kvferry", ROOT, ROOT / ".build", "_core", "kvferry_core_tests")
+KVFERRY = Project("kvferry", ROOT, ROOT / ".build", ("_core", "llm_datadist"), "kvferry_core_tests")
 COMPAT_ROOT = ROOT / "compat" / "llm_datadist"
-COMPAT = Project("llm_datadist", COMPAT_ROOT, COMPAT_ROOT / "build", "_rules", "llm_datadist_tests")
+COMPAT = Project("llm_datadist", COMPAT_ROOT, COMPAT_ROOT / "build", ("_rules",), "llm_datadist_tests")
 PROJECTS = (KVFERRY, COMPAT)
 WITHOUT_NATIVE_CODE = {"ems": ROOT / "compat" / "ems"}
 
@@ -56,7 +56,7 @@ def main() -> None:
 def install_or_build(project: Project) -> None:
     forget_a_moved_tree(project.build, project)
     if is_installed(project.name, project.root) and (project.build / "build.ninja").exists():
-        cmake("--build", project.build, "--target", project.module)
+        cmake("--build", project.build, "--target", *project.targets)
         cmake("--install", project.build, "--prefix", sysconfig.get_path("platlib"))
         return
     say(f"building the native code of {project.name}" + (" (about a minute)" if project is KVFERRY else ""))

@@ -34,7 +34,7 @@ def main(kinds: list[str]) -> None:
                 say("compiling the native code and its modules with warnings as errors")
                 python = (f"-DPython_EXECUTABLE={sys.executable}", f"-Dnanobind_DIR={nanobind_folder()}")
                 for project in PROJECTS:
-                    cmake("--build", configured(project, "strict", *python), "--target", project.module)
+                    cmake("--build", configured(project, "strict", *python), "--target", *project.targets)
             elif kind in SANITIZERS:
                 sanitize(kind)
             else:

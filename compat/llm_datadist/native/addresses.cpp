@@ -32,4 +32,28 @@ std::pair<std::string, std::uint32_t> parse_listen(std::string_view text) {
   return {std::string(text.substr(0, colon)), port};
 }
 
+std::pair<std::string, std::uint16_t> parse_place(std::string_view text) {
+  const auto refuse = [&] { throw OptionError(said("'", text, "' is not ip:port, nor [ipv6]:port")); };
+  const auto colon = text.rfind(':');
+  if (colon == text.npos) refuse();
+  auto host = text.substr(0, colon);
+  const auto digits = text.substr(colon + 1);
+  const bool bracketed = host.size() >= 2 && host.front() == '[' && host.back() == ']';
+  if (bracketed) host = host.substr(1, host.size() - 2);
+  std::uint16_t port = 0;
+  const auto [end, error] = std::from_chars(digits.begin(), digits.end(), port);
+  if (host.empty() || (host.find(':') != host.npos) != bracketed || error != std::errc{} || end != digits.end()) refuse();
+  return {std::string(host), port};
+}
+
+std::string numeric_host(const std::string& ip) {
+  in6_addr six{};
+  if (ip.find('\0') == std::string::npos && ::inet_pton(AF_INET6, ip.c_str(), &six) == 1) return ip;
+  try {
+    return int_to_ip(ip_to_int(ip));
+  } catch (const std::runtime_error&) {
+    throw RuleError(said("'", ip, "' is no IP address"));
+  }
+}
+
 }  // namespace llm_datadist::rules

@@ -9,6 +9,7 @@
 
 #include <limits>
 
+#include "links.hpp"
 #include "rules.hpp"
 
 namespace nb = nanobind;
@@ -35,6 +36,59 @@ nb::object range_of(const std::optional<Layers>& layers) {
   if (!layers) return nb::none();
   return nb::steal(PyObject_CallFunction(reinterpret_cast<PyObject*>(&PyRange_Type), "LL", static_cast<long long>(layers->start),
                                          static_cast<long long>(layers->stop)));
+}
+
+// A kvferry.Link as the book has it: the object itself, asked for what the book wants to know.
+struct LinkObject {
+  nb::object object;
+  bool operator==(const LinkObject& other) const { return object.is(other.object); }
+};
+struct LinkFacts {
+  static bool alive(const LinkObject& link) { return nb::cast<bool>(link.object.attr("alive")); }
+  static std::uint64_t peer_id(const LinkObject& link) { return nb::cast<std::uint64_t>(link.object.attr("peer_id")); }
+  static std::string program(const LinkObject& link) { return nb::cast<std::string>(link.object.attr("peer_program")); }
+};
+using Book = LinkBook<LinkObject, LinkFacts>;
+
+Book::Links links_of(nb::list listed) {
+  Book::Links links;
+  for (nb::handle link : listed) links.push_back({nb::borrow(link)});
+  return links;
+}
+
+nb::tuple words(const Answer& answer) { return nb::make_tuple(answer.status, answer.why); }
+
+nb::object object_of(const std::optional<LinkObject>& link) { return link ? link->object : nb::object(nb::none()); }
+
+// Methods take the node's links, in order, and answer (status, sentence).
+void add_links(nb::module_& m) {
+  nb::class_<Book>(m, "LinkBook")
+      .def(nb::init<std::uint64_t, const EngineOptions&, bool>(), "cluster_id"_a, "options"_a, "needs_local_address"_a)
+      .def_prop_ro("program", &Book::program)
+      .def("listens", &Book::listens, "listen"_a.none())
+      .def("to", [](Book& book, std::uint64_t cluster, nb::list links) {
+        const auto found = book.to(cluster, links_of(links));
+        return nb::make_tuple(found.answer.status, found.answer.why, object_of(found.link));
+      }, "cluster_id"_a, "links"_a)
+      .def("alive", [](Book& book, std::uint64_t cluster, nb::list links) { return object_of(book.alive(cluster, links_of(links))); }, "cluster_id"_a, "links"_a)
+      .def("is_of_the_other_mode", [](Book& book, nb::object link) { return book.is_of_the_other_mode({link}); }, "link"_a)
+      .def("may_dial", [](Book& book, std::uint64_t cluster, std::size_t local, std::size_t remote, nb::list links) {
+        return words(book.may_dial(cluster, local, remote, links_of(links)));
+      }, "cluster_id"_a, "local_addresses"_a, "remote_addresses"_a, "links"_a)
+      .def("dialled", [](Book& book, nb::object link, const std::string& host, std::uint32_t port) { return words(book.dialled({link}, host, port)); },
+           "link"_a, "host"_a, "port"_a)
+      .def("adopt", [](Book& book, std::uint64_t cluster, nb::list links) { return book.adopt(cluster, links_of(links)); }, "cluster_id"_a, "links"_a)
+      .def("keep", [](Book& book, std::uint64_t cluster, nb::object link) { book.keep(cluster, {link}); }, "cluster_id"_a, "link"_a)
+      .def("has_opened", &Book::has_opened, "cluster_id"_a)
+      .def("parting", [](Book& book, std::uint64_t cluster, std::size_t remote, bool force, nb::list links) {
+        const auto parting = book.parting(cluster, remote, force, links_of(links));
+        nb::list ending;
+        for (const auto& link : parting.links) ending.append(link.object);
+        return nb::make_tuple(parting.answer.status, parting.answer.why, ending, parting.tell_if_lost);
+      }, "cluster_id"_a, "remote_addresses"_a, "force"_a, "links"_a)
+      .def("parted", &Book::parted, "cluster_id"_a)
+      .def("forget", &Book::forget, "cluster_id"_a)
+      .def("clear", &Book::clear);
 }
 
 void add_numbers_and_names(nb::module_& m) {
@@ -78,10 +132,12 @@ void add_numbers_and_names(nb::module_& m) {
 NB_MODULE(_rules, m) {
   nb::exception<RuleError> rule_error(m, "RuleError");
   nb::exception<OptionError>(m, "OptionError", rule_error.ptr());  // the later one is looked at first
+  nb::exception<TooLittleLeft>(m, "TooLittleLeft");
   add_numbers_and_names(m);
 
   m.def("status_of", &status_of, "kind"_a, "call"_a = "");
   m.def("known_kinds", &known_kinds);
+  m.def("overall", &overall, "statuses"_a);
 
   m.def("ip_to_int", &ip_to_int, "ip"_a);
   m.def("int_to_ip", [](nb::handle number) { return int_to_ip(clamped(number)); }, "number"_a);
@@ -108,14 +164,40 @@ NB_MODULE(_rules, m) {
   m.def("is_cache_manager_mode", &is_cache_manager_mode, "options"_a);
   m.def("parse_options", &parse_options, "options"_a);
 
+  m.def("role_name", [](nb::handle role) { return role_name(clamped(role)); }, "role"_a);
+
+  m.def("pool_of", &pool_of, "options"_a);
+  m.def("pools_too_large", [](const EngineOptions& options, const std::string& meminfo) { return pools_too_large(options, meminfo); }, "options"_a, "meminfo"_a);
+  nb::class_<Share>(m, "Share")
+      .def(nb::init<const Pool&>(), "pool"_a)
+      .def("wanted", &Share::wanted, "tensors"_a, "tensor_bytes"_a)
+      .def("take", &Share::take, "cache_id"_a, "size_bytes"_a)
+      .def("give_back", &Share::give_back, "cache_id"_a);
+  nb::enum_<ListenerMove>(m, "ListenerMove")
+      .value("STAYS", ListenerMove::stays)
+      .value("MOVES", ListenerMove::moves)
+      .value("REFUSED_LINKED", ListenerMove::refused_linked)
+      .value("REFUSED_HIXL", ListenerMove::refused_hixl);
+  m.def("listener_move", &listener_move, "has_links"_a, "hixl"_a, "before"_a.none(), "wanted"_a.none());
+  nb::enum_<IdMeans>(m, "IdMeans").value("CACHE", IdMeans::cache).value("BLOCKS_OF_MODEL_0", IdMeans::blocks_of_model_0).value("REQUEST_0", IdMeans::request_0);
+  m.def("meaning_of_id", &meaning_of_id, "cache_id"_a, "remote"_a, "pushing"_a);
+  add_links(m);
+
   nb::class_<Member>(m, "Member").def_ro("cluster_id", &Member::cluster_id).def_ro("rank", &Member::rank).def_ro("host", &Member::host);
   m.def("members_of", &members_of, "rank_table"_a, "ranks"_a);
 
   m.def("layer_tensors", &layer_tensors, "layers"_a, "tensors_per_layer"_a);
-  m.def("unit_geometry", [](std::uint64_t num_tensors, const std::vector<std::int64_t>& shape, std::uint64_t element_bytes) {
-    const auto geometry = unit_geometry(num_tensors, shape, element_bytes);
+  m.def("element_bits", &element_bits, "data_type"_a);
+  m.def("unit_geometry", [](std::uint64_t num_tensors, const std::vector<std::int64_t>& shape, std::uint64_t element_bits) {
+    const auto geometry = unit_geometry(num_tensors, shape, element_bits);
     return std::pair(geometry.unit_bytes, geometry.count);
-  }, "num_tensors"_a, "shape"_a, "element_bytes"_a);
+  }, "num_tensors"_a, "shape"_a, "element_bits"_a);
+  m.def("check_addresses", &check_addresses, "given"_a, "num_tensors"_a);
+  m.def("check_size", &check_size, "size"_a);
+  m.def("check_row", [](const std::string& name, std::uint64_t row, std::uint64_t count) { check_row(name, row, count); }, "name"_a, "row"_a, "count"_a);
+  m.def("check_tensors_per_layer", &check_tensors_per_layer, "tensors_per_layer"_a);
+  m.def("check_timeout", &check_timeout, "timeout_ms"_a);
+  m.def("check_paired", &check_paired, "sources"_a, "destinations"_a);
   m.def("pull_layers", [](nb::handle source, nb::handle destination, std::uint32_t num_tensors, std::uint32_t tensors_per_layer) {
     const auto layers = pull_layers(layers_of(source), layers_of(destination), num_tensors, tensors_per_layer);
     return nb::make_tuple(range_of(layers.source), range_of(layers.destination));

@@ -102,7 +102,7 @@ Options completed(Options options, const std::string& role) {
     if (!is_cache_manager_mode(options)) refuse("transfer_backend needs ", option::cache_manager, "=1");
     if (options.emplace(option::remote_accessible, "1").first->second == "0")
       refuse("transfer_backend needs ", option::remote_accessible, "=1");
-    if (find(options, option::listen) == nullptr) refuse("transfer_backend needs ", option::listen);
+    if (find(options, option::listen) == nullptr && find(options, option::listen_ip) == nullptr) refuse("transfer_backend needs ", option::listen);
   }
   if (const auto* listen = find(options, option::listen); listen != nullptr && is_cache_manager_mode(options)) {
     const auto [ip, port] = parse_listen(*listen);
@@ -141,6 +141,46 @@ EngineOptions parse_options(const Options& options) {
   if (const auto* secret = find(options, option::secret)) out.secret = *secret;
   if (const auto* transports = find(options, option::transports); transports != nullptr && !transports->empty()) out.transports = split(*transports);
   return out;
+}
+
+std::optional<std::pair<std::string, std::uint16_t>> cpp_listen(const Options& given) {
+  const auto* listen = find(given, cpp_option::listen);
+  if (listen == nullptr) return std::nullopt;
+  try {
+    return parse_place(*listen);
+  } catch (const OptionError& error) {
+    refuse(cpp_option::listen, ": ", error.what());
+  }
+}
+
+Options from_cpp(const Options& given) {
+  // Its other keys mean nothing there, such as those that the other doors spell in another way.
+  constexpr const char* as_they_are[] = {option::sync_timeout, option::local_comm_res, option::transfer_backend, option::global_resource,
+                                         option::device_pool,  option::host_pool,      option::secret,           option::transports,
+                                         option::attach};
+  Options out{{option::cache_manager, "1"}, {option::remote_accessible, "1"}};
+  for (const char* name : as_they_are)
+    if (const auto* value = find(given, name)) out[name] = *value;
+  const auto* device = find(given, cpp_option::device_id);
+  if (device == nullptr) refuse(cpp_option::device_id, " is required");
+  if (!all_digits(*device)) refuse(cpp_option::device_id, " must name one device, not '", *device, "'");
+  out[option::device_id] = *device;
+  const auto place = cpp_listen(given);
+  if (!place && find(given, option::transfer_backend) != nullptr) refuse(option::transfer_backend, " needs ", cpp_option::listen);
+  if (place) {
+    out[option::listen_ip] = place->first;
+    out[option::listen_port] = std::to_string(place->second);
+  }
+  return out;
+}
+
+const char* role_name(std::int64_t role) {
+  switch (role) {
+    case 1: return "Prompt";
+    case 2: return "Decoder";
+    case 3: return "Mix";
+    default: throw RuleError(said(role, " is no role"));
+  }
 }
 
 }  // namespace llm_datadist::rules

@@ -32,7 +32,53 @@ std::string shown(const std::vector<std::int64_t>& shape) {
   return out + "]";
 }
 
+// Nothing for a range that is left out.
+std::optional<Layers> given(const char* name, Inclusive range) {
+  if (range.first < -1 || range.last < -1 || range.first > range.last)
+    broken(name, " is {", range.first, ", ", range.last, "}: both ends are -1 or more, and the first is not behind the second");
+  if (range.first < 0) return std::nullopt;
+  return Layers{range.first, std::int64_t{range.last} + 1};
+}
+
 }  // namespace
+
+void check_addresses(std::size_t given, std::uint64_t num_tensors) {
+  if (given == 0) broken("addrs is empty");
+  if (given != num_tensors) broken(given, " addresses are given for ", num_tensors, " tensors");
+}
+
+void check_size(std::int64_t size) {
+  if (size != -1 && size <= 0) broken("size must be -1 or over 0, but got ", size);
+}
+
+void check_row(std::string_view name, std::uint64_t row, std::uint64_t count) {
+  if (row >= count) broken(name, " is ", row, ", the cache has ", count, " rows");
+}
+
+void check_tensors_per_layer(std::uint32_t tensors_per_layer) {
+  if (tensors_per_layer == 0) broken("tensor_num_per_layer must be over 0");
+}
+
+void check_timeout(std::int64_t timeout_ms) {
+  if (timeout_ms <= 0) broken("timeout must be over 0 milliseconds, but got ", timeout_ms);
+}
+
+void check_paired(std::size_t sources, std::size_t destinations) {
+  if (destinations == 0) broken("dst_blocks is empty");
+  if (sources != destinations) broken("src_blocks and dst_blocks must have the same length, but have ", sources, " and ", destinations);
+}
+
+std::optional<std::uint32_t> element_bits(std::int64_t data_type) {
+  switch (data_type) {
+    case 29: return 4;  // DT_INT4
+    case 2: case 4: case 12: case 34: case 35: case 36: return 8;
+    case 1: case 6: case 7: case 27: return 16;
+    case 0: case 3: case 8: case 33: return 32;
+    case 9: case 10: case 11: case 16: return 64;
+    case 13: case 17: return 128;
+    default: return std::nullopt;
+  }
+}
 
 std::vector<std::int64_t> layer_tensors(const std::vector<std::int64_t>& layers, std::int64_t tensors_per_layer) {
   std::vector<std::int64_t> tensors;
@@ -41,18 +87,20 @@ std::vector<std::int64_t> layer_tensors(const std::vector<std::int64_t>& layers,
   return tensors;
 }
 
-UnitGeometry unit_geometry(std::uint64_t num_tensors, const std::vector<std::int64_t>& shape, std::uint64_t element_bytes) {
+UnitGeometry unit_geometry(std::uint64_t num_tensors, const std::vector<std::int64_t>& shape, std::uint64_t element_bits) {
   if (num_tensors < 1) broken("num_tensors is 0");
   if (shape.empty() || shape.size() > most_dims) broken("shape has ", shape.size(), " dimensions, not 1 to ", most_dims);
   for (const auto dim : shape)
     if (dim <= 0) broken("shape ", shown(shape), " has a dimension that is not positive");
-  std::uint64_t unit_bytes = element_bytes, tensor_bytes = 0;
-  bool over = false;
-  for (std::size_t i = 1; i < shape.size(); ++i) over |= __builtin_mul_overflow(unit_bytes, static_cast<std::uint64_t>(shape[i]), &unit_bytes);
+  unsigned __int128 bits = element_bits;
+  constexpr auto most = static_cast<unsigned __int128>(std::numeric_limits<std::int64_t>::max());
+  for (const auto dim : shape) {
+    bits *= static_cast<std::uint64_t>(dim);
+    if ((bits + 7) / 8 > most) broken("a tensor of shape ", shown(shape), " has more than 2^63-1 bytes");
+  }
   const auto count = static_cast<std::uint64_t>(shape[0]);
-  over |= __builtin_mul_overflow(unit_bytes, count, &tensor_bytes);
-  if (over || tensor_bytes > static_cast<std::uint64_t>(std::numeric_limits<std::int64_t>::max()))
-    broken("a tensor of shape ", shown(shape), " has more than 2^63-1 bytes");
+  const auto unit_bytes = static_cast<std::uint64_t>((bits + 7) / 8) / count;
+  if (unit_bytes == 0) broken("a row or block of shape ", shown(shape), " has less than a byte");
   return {unit_bytes, count};
 }
 
@@ -80,6 +128,24 @@ std::pair<Layers, Layers> push_layers(std::optional<Layers> source, std::optiona
   if (from.count() > 0) check_whole_layers(num_tensors, tensors_per_layer);
   if (from.stop > layers) broken("src_layer_range ends at ", from.stop, ", the source cache has ", layers, " layers");
   return {from, to};
+}
+
+PullLayers pull_layers(Inclusive source, Inclusive destination, std::uint32_t num_tensors, std::uint32_t tensors_per_layer) {
+  check_tensors_per_layer(tensors_per_layer);
+  const auto from = given("src_layer_range", source), to = given("dst_layer_range", destination);
+  if (!from || !to) return {};
+  return pull_layers(from, to, num_tensors, tensors_per_layer);
+}
+
+std::pair<Layers, Layers> push_layers(Inclusive source, Inclusive destination, std::uint32_t num_tensors, std::uint32_t tensors_per_layer) {
+  check_tensors_per_layer(tensors_per_layer);
+  const auto from = given("src_layer_range", source), to = given("dst_layer_range", destination);
+  if (num_tensors == 0) broken("num_tensors of the source cache is 0");
+  if (num_tensors < tensors_per_layer) check_whole_layers(num_tensors, tensors_per_layer);
+  if (std::int64_t{source.last} - source.first != std::int64_t{destination.last} - destination.first)
+    broken("src_layer_range {", source.first, ", ", source.last, "} and dst_layer_range {", destination.first, ", ", destination.last,
+           "} are not equally long");
+  return push_layers(from, to, num_tensors, tensors_per_layer);
 }
 
 std::uint64_t copied_bytes(std::uint64_t offset, std::int64_t size, std::uint64_t source_row_bytes, std::uint64_t destination_row_bytes) {

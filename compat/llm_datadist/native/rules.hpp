@@ -46,6 +46,8 @@ inline constexpr std::uint32_t out_of_memory = 0x5010B01C;
 // Total: a kind nobody thought of is `failed`.
 std::uint32_t status_of(std::string_view kind, std::string_view call = {});
 std::vector<std::string_view> known_kinds();
+// Of a call for several clusters, from the status of each: that of the last one that failed. None: `param_invalid`.
+std::uint32_t overall(const std::vector<std::uint32_t>& statuses);
 
 // --- addresses (addresses.cpp) ---------------------------------------------------------------------------------------
 
@@ -55,6 +57,10 @@ std::uint32_t ip_to_int(const std::string& ip);
 std::string int_to_ip(std::int64_t number);  // std::invalid_argument for what is no IPv4 address
 // "ip:port". Not two parts: OptionError; a port that is no number: NoNumber.
 std::pair<std::string, std::uint32_t> parse_listen(std::string_view text);
+// The same, or "[ipv6]:port" without the brackets. OptionError for whatever is neither, and for ports that there are not.
+std::pair<std::string, std::uint16_t> parse_place(std::string_view text);
+// An IPv4 or IPv6 address in its usual spelling. RuleError for what is none.
+std::string numeric_host(const std::string& ip);
 
 // --- options (options.cpp) -------------------------------------------------------------------------------------------
 
@@ -112,6 +118,55 @@ Options completed(Options options, const std::string& role);
 bool is_cache_manager_mode(const Options& options);
 // Values of the completed options. OptionError.
 EngineOptions parse_options(const Options& options);
+// What the C++ API was given, whose keys differ, in the words of completed(): remote caches are always addressed by id there.
+// OptionError.
+Options from_cpp(const Options& given);
+namespace cpp_option {
+inline constexpr const char* device_id = "llm.DeviceId";
+inline constexpr const char* listen = "llm.ListenIpInfo";
+}  // namespace cpp_option
+std::optional<std::pair<std::string, std::uint16_t>> cpp_listen(const Options& given);
+const char* role_name(std::int64_t role);  // "Prompt" for 1; RuleError for no role
+
+// --- instances (instances.cpp) ---------------------------------------------------------------------------------------
+
+// What a node says its program is, so that sides of different modes find out when they link.
+inline constexpr const char* program_name = "llm_datadist";
+std::string program_of(bool remote);
+
+// A node has one pool: both placements are host memory and draw on it. None configured: nothing.
+std::optional<Pool> pool_of(const EngineOptions& options);
+// A pool takes its memory when it is used, so that one too large for the machine would be found out late. Whether the pools
+// can never be had where /proc/meminfo says that: what to say then.
+std::optional<std::string> pools_too_large(const EngineOptions& options, std::string_view meminfo);
+
+// What one placement may take of the node's pool, and has taken; bytes in whole pages of each tensor. Not for several threads
+// at once.
+class Share {
+ public:
+  explicit Share(const Pool& pool) : size_bytes_(pool.size_bytes), page_bytes_(std::uint64_t{1} << pool.page_shift) {}
+  // How much a cache takes. TooLittleLeft.
+  std::uint64_t wanted(std::uint64_t tensors, std::uint64_t tensor_bytes) const;
+  void take(std::uint64_t cache_id, std::uint64_t bytes) { taken_[cache_id] = bytes; }
+  bool give_back(std::uint64_t cache_id) { return taken_.erase(cache_id) != 0; }
+  bool has(std::uint64_t cache_id) const { return taken_.contains(cache_id); }
+
+ private:
+  std::uint64_t size_bytes_, page_bytes_;
+  std::map<std::uint64_t, std::uint64_t> taken_;  // by cache
+};
+struct TooLittleLeft : std::runtime_error {  // LLM_OUT_OF_MEMORY
+  using runtime_error::runtime_error;
+};
+
+using ListenAt = std::pair<std::string, std::uint32_t>;  // where an instance listens
+// What becomes of the listener when the role is switched. Only the port is compared.
+enum class ListenerMove { stays, moves, refused_linked, refused_hixl };
+ListenerMove listener_move(bool has_links, bool hixl, const std::optional<ListenAt>& before, const std::optional<ListenAt>& wanted);
+
+// What a remote cache's id stands for: itself, or, when it is none, what a peer's table has under the keys that are meant then.
+enum class IdMeans { cache, blocks_of_model_0, request_0 };
+IdMeans meaning_of_id(std::int64_t cache_id, bool remote, bool pushing);
 
 // --- rank tables (rank_table.cpp) ------------------------------------------------------------------------------------
 
@@ -138,10 +193,21 @@ inline constexpr std::size_t most_dims = 31;
 
 std::vector<std::int64_t> layer_tensors(const std::vector<std::int64_t>& layers, std::int64_t tensors_per_layer);
 
+// Bits of an element of the vendor's type with that number; nothing for numbers of no type, and types without a size.
+std::optional<std::uint32_t> element_bits(std::int64_t data_type);
+
 struct UnitGeometry {
   std::uint64_t unit_bytes = 0, count = 0;  // of each tensor: dim 0 counts, whatever the batch dimension is
 };
-UnitGeometry unit_geometry(std::uint64_t num_tensors, const std::vector<std::int64_t>& shape, std::uint64_t element_bytes);
+UnitGeometry unit_geometry(std::uint64_t num_tensors, const std::vector<std::int64_t>& shape, std::uint64_t element_bits);
+
+// What a call may say of caches and rows; RuleError.
+void check_addresses(std::size_t given, std::uint64_t num_tensors);
+void check_size(std::int64_t size);
+void check_row(std::string_view name, std::uint64_t row, std::uint64_t count);
+void check_tensors_per_layer(std::uint32_t tensors_per_layer);
+void check_timeout(std::int64_t timeout_ms);
+void check_paired(std::size_t sources, std::size_t destinations);  // lists of blocks
 
 // The two ranges that a pull passes down; nothing given or an empty range: not given. A destination range may be left out if
 // the source fills all tensors; a source that is left out is all layers that the far cache has, which must then be as many.
@@ -153,6 +219,14 @@ PullLayers pull_layers(std::optional<Layers> source, std::optional<Layers> desti
 // The two ranges of a push; one that is left out is all layers of the source. Empty: nothing is to be sent.
 std::pair<Layers, Layers> push_layers(std::optional<Layers> source, std::optional<Layers> destination, std::uint32_t num_tensors,
                                       std::uint32_t tensors_per_layer);
+
+// The same from ranges whose ends are both inclusive, as the C++ API has them; one that begins at -1 is left out. A pull counts
+// them only if both are given; a push by default sends whole layers, of which there must be some.
+struct Inclusive {
+  std::int32_t first = -1, last = -1;
+};
+PullLayers pull_layers(Inclusive source, Inclusive destination, std::uint32_t num_tensors, std::uint32_t tensors_per_layer);
+std::pair<Layers, Layers> push_layers(Inclusive source, Inclusive destination, std::uint32_t num_tensors, std::uint32_t tensors_per_layer);
 
 // How many bytes a copy moves that begins `offset` bytes into both rows; size -1: what is left of the source's.
 std::uint64_t copied_bytes(std::uint64_t offset, std::int64_t size, std::uint64_t source_row_bytes, std::uint64_t destination_row_bytes);

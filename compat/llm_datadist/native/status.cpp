@@ -55,6 +55,13 @@ std::uint32_t status_of(std::string_view kind, std::string_view call) {
   return status::failed;
 }
 
+std::uint32_t overall(const std::vector<std::uint32_t>& statuses) {
+  std::uint32_t last = statuses.empty() ? status::param_invalid : status::success;
+  for (const auto one : statuses)
+    if (one != status::success) last = one;
+  return last;
+}
+
 std::vector<std::string_view> known_kinds() {
   std::vector<std::string_view> kinds;
   for (const Row& row : by_kind) kinds.push_back(row.kind);

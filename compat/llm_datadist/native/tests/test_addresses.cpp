@@ -14,5 +14,10 @@ int main() {
   CHECK(parse_listen("127.0.0.1:7000") == std::pair(std::string("127.0.0.1"), 7000u) && parse_listen(":0").first.empty());
   for (const char* text : {"", "127.0.0.1", "::1:7000"}) CHECK_FAILS(OptionError, "listenIpInfo", parse_listen(text));
   for (const char* text : {"a:", "a:http", "a:-1", "a:1x", "a:99999999999"}) CHECK_FAILS(NoNumber, "no port", parse_listen(text));
+  CHECK(parse_place("127.0.0.1:7000") == std::pair(std::string("127.0.0.1"), std::uint16_t{7000}) && parse_place("[::1]:0").first == "::1");
+  for (const char* text : {"", "127.0.0.1", ":7000", "::1:7000", "[1.2.3.4]:1", "[]:1", "a:", "a:http", "a:-1", "a:1x", "a:65536"})
+    CHECK_FAILS(OptionError, "not ip:port", parse_place(text));
+  CHECK(numeric_host("127.1") == "127.0.0.1" && numeric_host("::1") == "::1");
+  for (const char* ip : {"", "localhost", "::1::", "[::1]"}) CHECK_FAILS(RuleError, "no IP address", numeric_host(ip));
   return TEST_RESULT();
 }

@@ -57,7 +57,25 @@ static void our_own_options_may_come_from_the_environment() {
   CHECK(both == Options{{option::secret, "mine"}, {"a", "b"}, {option::rendezvous_port, "99"}});
 }
 
+static void the_cpp_api_spells_some_in_another_way() {
+  const auto given = [](Options more) {
+    more.emplace(cpp_option::device_id, "0");
+    return parse_options(completed(from_cpp(more), role_name(1)));
+  };
+  const auto plain = given({{option::listen, "1.2.3.4:5"}, {option::cache_manager, "0"}, {option::remote_accessible, "0"}});  // mean nothing there
+  CHECK(plain.remote && !plain.listen && plain.timeout_ms == 1000);
+  CHECK(given({{cpp_option::listen, "[::1]:7000"}, {option::sync_timeout, "5"}, {option::secret, "s"}}).listen == std::pair(std::string("::1"), 7000u));
+  CHECK(given({{option::transfer_backend, "hixl"}, {cpp_option::listen, "1.2.3.4:5"}}).hixl);
+  CHECK_FAILS(OptionError, "llm.DeviceId is required", from_cpp({}));
+  for (const char* device : {"", "0;1", "-1"}) CHECK_FAILS(OptionError, "one device", from_cpp({{cpp_option::device_id, device}}));
+  CHECK_FAILS(OptionError, "llm.ListenIpInfo", given({{cpp_option::listen, "1.2.3.4"}}));
+  CHECK_FAILS(OptionError, "llm.ListenIpInfo", given({{option::transfer_backend, "hixl"}}));
+  CHECK(role_name(2) == std::string("Decoder") && role_name(3) == std::string("Mix"));
+  for (const std::int64_t role : {0, 4}) CHECK_FAILS(RuleError, "no role", role_name(role));
+}
+
 int main() {
+  the_cpp_api_spells_some_in_another_way();
   what_one_option_implies_is_added();
   options_that_contradict_each_other_are_refused();
   values_have_defaults_and_bounds();

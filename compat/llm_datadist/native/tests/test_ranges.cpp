@@ -11,15 +11,54 @@ static void layers_are_neighbouring_tensors() {
 }
 
 static void dim_0_counts_and_the_rest_is_a_unit() {
-  const auto geometry = unit_geometry(2, {4, 3, 5}, 2);
-  CHECK(geometry.unit_bytes == 30 && geometry.count == 4 && unit_geometry(1, Numbers(31, 1), 1).unit_bytes == 1);
-  CHECK(unit_geometry(1, {std::int64_t{1} << 62}, 1).count == std::uint64_t{1} << 62);
-  CHECK_FAILS(RuleError, "num_tensors", unit_geometry(0, {1}, 1));
-  CHECK_FAILS(RuleError, "32 dimensions", unit_geometry(1, Numbers(32, 1), 1));
-  CHECK_FAILS(RuleError, "0 dimensions", unit_geometry(1, {}, 1));
-  for (const auto& shape : {Numbers{4, 0}, Numbers{-1, 8}}) CHECK_FAILS(RuleError, "not positive", unit_geometry(1, shape, 1));
+  const auto geometry = unit_geometry(2, {4, 3, 5}, 16);
+  CHECK(geometry.unit_bytes == 30 && geometry.count == 4 && unit_geometry(1, Numbers(31, 1), 8).unit_bytes == 1);
+  CHECK(unit_geometry(1, {std::int64_t{1} << 62}, 8).count == std::uint64_t{1} << 62);
+  CHECK_FAILS(RuleError, "num_tensors", unit_geometry(0, {1}, 8));
+  CHECK_FAILS(RuleError, "32 dimensions", unit_geometry(1, Numbers(32, 1), 8));
+  CHECK_FAILS(RuleError, "0 dimensions", unit_geometry(1, {}, 8));
+  for (const auto& shape : {Numbers{4, 0}, Numbers{-1, 8}}) CHECK_FAILS(RuleError, "not positive", unit_geometry(1, shape, 8));
   for (const auto& shape : {Numbers{1LL << 40, 1LL << 30}, Numbers{2, 1LL << 62}, Numbers{1, 1LL << 62, 1LL << 62}})
-    CHECK_FAILS(RuleError, "2^63-1", unit_geometry(1, shape, 1));
+    CHECK_FAILS(RuleError, "2^63-1", unit_geometry(1, shape, 8));
+}
+
+static void elements_of_half_a_byte_are_rounded_up_by_the_tensor() {
+  CHECK(element_bits(3) == 32u && element_bits(27) == 16u && element_bits(29) == 4u && element_bits(13) == 128u);
+  for (const std::int64_t none : {-1, 5, 28, 99}) CHECK(!element_bits(none));
+  CHECK(unit_geometry(1, {4, 6}, 4).unit_bytes == 3 && unit_geometry(1, {2, 3}, 4).unit_bytes == 1 && unit_geometry(1, {1, 3}, 4).unit_bytes == 2);
+  CHECK_FAILS(RuleError, "less than a byte", unit_geometry(1, {4}, 4));
+}
+
+static void what_a_call_may_say() {
+  check_addresses(2, 2), check_size(-1), check_size(1), check_row("row", 1, 2), check_tensors_per_layer(1), check_timeout(1), check_paired(1, 1);
+  CHECK_FAILS(RuleError, "empty", (check_addresses(0, 0), 0));
+  CHECK_FAILS(RuleError, "3 addresses are given for 2", (check_addresses(3, 2), 0));
+  for (const std::int64_t size : {0, -2}) CHECK_FAILS(RuleError, "size", (check_size(size), 0));
+  CHECK_FAILS(RuleError, "row is 2, the cache has 2", (check_row("row", 2, 2), 0));
+  CHECK_FAILS(RuleError, "over 0", (check_tensors_per_layer(0), 0));
+  for (const std::int64_t timeout : {0, -1}) CHECK_FAILS(RuleError, "over 0", (check_timeout(timeout), 0));
+  CHECK_FAILS(RuleError, "empty", (check_paired(0, 0), 0));
+  CHECK_FAILS(RuleError, "same length", (check_paired(1, 2), 0));
+}
+
+static void ranges_with_inclusive_ends() {
+  const auto pulled = [](Inclusive source, Inclusive destination, std::uint32_t width = 2) { return pull_layers(source, destination, 8, width).destination; };
+  const Inclusive all;
+  CHECK(pulled(all, all) == none && pulled(all, {1, 2}) == none && pulled({0, 0}, all, 3) == none);  // both or none
+  CHECK(pulled({0, 1}, {2, 3}) == Layers{2, 4});
+  for (const auto& [first, last] : {std::pair{-2, 0}, {0, -1}, {2, 1}}) {
+    CHECK_FAILS(RuleError, "both ends", pulled({first, last}, all));
+    CHECK_FAILS(RuleError, "dst_layer_range", pulled(all, {first, last}));
+  }
+  CHECK_FAILS(RuleError, "over 0", pulled(all, all, 0));
+  const auto pushed = [](Inclusive source, Inclusive destination, std::uint32_t tensors = 8, std::uint32_t width = 2) { return push_layers(source, destination, tensors, width); };
+  CHECK(pushed(all, all) == std::pair(Layers{0, 4}, Layers{0, 4}) && pushed({3, 3}, {0, 0}) == std::pair(Layers{3, 4}, Layers{0, 1}));
+  CHECK_FAILS(RuleError, "equally long", pushed({0, 1}, {0, 0}));
+  CHECK_FAILS(RuleError, "dst_layer_range has 1", pushed(all, {0, 0}));
+  CHECK_FAILS(RuleError, "whole number", pushed(all, all, 10, 3));
+  CHECK_FAILS(RuleError, "whole number", pushed(all, all, 1, 2));
+  CHECK_FAILS(RuleError, "is 0", pushed(all, all, 0, 2));
+  CHECK_FAILS(RuleError, "ends at 5", pushed({4, 4}, {0, 0}));
 }
 
 static void layers_of_a_pull() {
@@ -62,6 +101,9 @@ static void sizes() {
 int main() {
   layers_are_neighbouring_tensors();
   dim_0_counts_and_the_rest_is_a_unit();
+  elements_of_half_a_byte_are_rounded_up_by_the_tensor();
+  what_a_call_may_say();
+  ranges_with_inclusive_ends();
   layers_of_a_pull();
   layers_of_a_push();
   sizes();

@@ -13,5 +13,6 @@ int main() {
   CHECK(status_of("nobody thought of this", "link") == status::failed && status_of("") == status::failed);
   CHECK(known_kinds().size() == 16);
   for (const auto kind : known_kinds()) CHECK(status_of(kind) != status::success);
+  CHECK(overall({}) == status::param_invalid && overall({0, 0}) == status::success && overall({status::timeout, status::link_failed, 0}) == status::link_failed);
   return TEST_RESULT();
 }

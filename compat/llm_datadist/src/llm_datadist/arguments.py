@@ -52,7 +52,8 @@ def description(cache_desc: CacheDesc) -> None:
 def geometry(cache_desc: CacheDesc) -> tuple[int, int]:
     """(bytes of one row or block, how many) of each tensor."""
     with rules_as_exceptions():
-        return _rules.unit_geometry(cache_desc.num_tensors, cache_desc.shape, dtype_to_size_bytes[cache_desc.data_type])
+        bits = 8 * dtype_to_size_bytes[cache_desc.data_type]
+        return _rules.unit_geometry(cache_desc.num_tensors, cache_desc.shape, bits)
 
 
 def addresses(cache_desc: CacheDesc, addrs: list[int], exact: bool) -> None:
@@ -62,12 +63,8 @@ def addresses(cache_desc: CacheDesc, addrs: list[int], exact: bool) -> None:
     check_inner("addrs", addrs, int)
     raise_if_false(len(addrs) > 0, "addrs is empty")
     if exact:
-        raise_if_false(
-            len(addrs) == cache_desc.num_tensors,
-            "{} addresses are given for {} tensors",
-            len(addrs),
-            cache_desc.num_tensors,
-        )
+        with rules_as_exceptions():
+            _rules.check_addresses(len(addrs), cache_desc.num_tensors)
         raise_if_false(all(addrs), "addrs contains 0")
     for address in addrs:
         if not 0 <= address < 1 << 64:
@@ -93,19 +90,22 @@ def cache_key(key: CacheKey) -> None:
 
 def size(value: int) -> int:
     value = check_int64("size", value)
-    raise_if_false(value == -1 or value > 0, "size must be -1 or over 0, but got {}", value)
+    with rules_as_exceptions():
+        _rules.check_size(value)
     return value
 
 
 def row(name: str, value: int, count: int) -> None:
     """A row of a cache of this side, which has ``count``."""
-    if value >= count:
-        raise_if_false(False, "{} is {}, the cache has {} rows", name, value, count)
+    if value >= count:  # the rule, without the detour for what does not break it
+        with rules_as_exceptions():
+            _rules.check_row(name, value, count)
 
 
 def tensors_per_layer(value: int) -> int:
     value = check_uint32("tensor_num_per_layer", value)
-    raise_if_false(value > 0, "tensor_num_per_layer must be over 0")
+    with rules_as_exceptions():
+        _rules.check_tensors_per_layer(value)
     return value
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from enum import Enum
 from typing import Any
 
+from llm_datadist._rules import element_bits
+
 
 class DataType(Enum):
     DT_FLOAT = 0
@@ -23,22 +25,7 @@ class DataType(Enum):
     DT_BF16 = 27
 
 
-dtype_to_size_bytes: dict[DataType, int] = {
-    DataType.DT_FLOAT: 4,
-    DataType.DT_FLOAT16: 2,
-    DataType.DT_INT8: 1,
-    DataType.DT_INT32: 4,
-    DataType.DT_UINT8: 1,
-    DataType.DT_INT16: 2,
-    DataType.DT_UINT16: 2,
-    DataType.DT_UINT32: 4,
-    DataType.DT_INT64: 8,
-    DataType.DT_UINT64: 8,
-    DataType.DT_DOUBLE: 8,
-    DataType.DT_BOOL: 1,
-    DataType.DT_STRING: 16,
-    DataType.DT_BF16: 2,
-}
+dtype_to_size_bytes: dict[DataType, int] = {dtype: (element_bits(dtype.value) or 0) // 8 for dtype in DataType}
 
 # The native layer names types by number.
 python_dtype_2_dwrapper_dtype: dict[DataType, int] = {dtype: dtype.value for dtype in DataType}

@@ -1,4 +1,4 @@
-"""One initialised instance: a kvferry node, and the newest link to each cluster id.
+"""One initialised instance: a kvferry node, and the book of its links (``native/links.hpp``).
 
 Drives kvferry's public names and answers in the vendor's statuses. Knows no vendor argument rules; the classes in
 ``v2`` check arguments and call this.
@@ -19,16 +19,13 @@ from typing import Any
 
 import kvferry
 from llm_datadist import _rules
-from llm_datadist._rules import EngineOptions, int_to_ip, status_of
+from llm_datadist._rules import EngineOptions, LinkBook, ListenerMove, int_to_ip, status_of
 from llm_datadist.communicators import Communicators
 from llm_datadist.rendezvous import LOOPBACK
 from llm_datadist.status import LLMException, LLMStatusCode, code_2_status, failure
 from llm_datadist.utils.log import get_logger
 
 _LINK_WORKERS = 16  # links that one call builds at a time
-_LEAST_PAGE_SHIFT = 12  # kvferry has no smaller pages
-_LOOPBACK = ("127.", "0.0.0.0")
-_PROGRAM = "llm_datadist"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,24 +50,21 @@ class Engine:
         self.options = options
         self.timeout_ms = options.timeout_ms
         _check_pools(options)
-        self._program = f"{_PROGRAM}, caches by {'id' if options.remote else 'key'}"
-        self.node = _open_node(cluster_id, options, self._program)
+        self._book = LinkBook(cluster_id, options, needs_local_address=True)
+        self.node = _open_node(cluster_id, options, self._book.program)
         self.closed = False
         self._listen = options.listen
         self._listens_for = ""  # the server's address for which a communicator had the node listen
-        self._lock = threading.Lock()
-        self._links: dict[int, kvferry.Link] = {}  # the newest that was seen alive, whoever opened it
-        self._opened: dict[int, kvferry.Link] = {}  # opened by this side
-        self._linked_to_itself = False
-        self._has_local_address = bool(options.local_comm_res)
+        self._lock = threading.Lock()  # of the book too
+        self._found: dict[int, kvferry.Link] = {}  # what the book has found; looked at without the lock
         self._dialling: dict[int, threading.Lock] = {}  # by cluster: a second call is told that it is linked
         self.communicators = Communicators(self)
 
     def close(self) -> None:
         with self._lock:
             self.closed = True
-            self._links.clear()
-            self._opened.clear()
+            self._found.clear()
+            self._book.clear()
         self.communicators.stop()
         self.node.close()
         self.communicators.join()
@@ -79,35 +73,17 @@ class Engine:
 
     def link_to(self, cluster_id: int, function: str) -> kvferry.Link:
         """A live link to the cluster, or ``LLMException``."""
-        link = self._links.get(cluster_id)
+        link = self._found.get(cluster_id)
         if link is not None and link.alive and cluster_id != self.cluster_id:
             return link
-        return self._look_for_link(cluster_id, function)
-
-    def _look_for_link(self, cluster_id: int, function: str) -> kvferry.Link:
         with self._lock:
             if self.closed:
                 raise failure(_rules.PARAM_INVALID, function, "llm datadist was finalized")
-            link = self._alive(cluster_id)
-            # Two processes of one cluster id may share caches, one process with itself may not.
-            if cluster_id == self.cluster_id and (link is None or self._linked_to_itself):
-                raise failure(_rules.PARAM_INVALID, function, f"cluster {cluster_id} is this one")
+            status, why, link = self._book.to(cluster_id, self.node.links)
             if link is None:
-                raise failure(_rules.NOT_YET_LINK, function, f"there is no link to cluster {cluster_id}")
-            self._links[cluster_id] = link
+                raise failure(status, function, why)
+            self._found[cluster_id] = link
             return link
-
-    def _alive(self, cluster_id: int) -> kvferry.Link | None:
-        ours = self._links.get(cluster_id)
-        if ours is not None and ours.alive:
-            return ours
-        links = [link for link in self.node.links if link.peer_id == cluster_id and link.alive]
-        links = [link for link in links if not self._is_of_the_other_mode(link)]
-        return links[-1] if links else None
-
-    def _is_of_the_other_mode(self, link: kvferry.Link) -> bool:
-        """Whether the peer addresses caches differently. Such links are ended by whoever asked for them."""
-        return link.peer_program.startswith(_PROGRAM) and link.peer_program != self._program
 
     def has_links(self) -> bool:
         return any(link.alive for link in self.node.links)
@@ -121,55 +97,29 @@ class Engine:
 
     def _dial(self, cluster: Cluster, timeout_ms: int) -> int:
         function = "link_clusters"
-        if len(cluster.remote) != 1:
-            return self._refuse(function, cluster, f"{len(cluster.remote)} remote addresses are given, not 1")
         with self._lock:
-            if not self._has_local_address and len(cluster.local) != 1:
-                return self._refuse(function, cluster, f"{len(cluster.local)} local addresses are given, not 1")
-            self._has_local_address = True
-            if self._is_linked(cluster.cluster_id):
-                return _rules.ALREADY_LINK
+            addresses = len(cluster.local), len(cluster.remote)
+            status, why = self._book.may_dial(cluster.cluster_id, *addresses, self.node.links)
+        if status != _rules.SUCCESS:
+            return self._refuse(function, cluster, status, why)
         ip, port = cluster.remote[0]
         try:
             host = int_to_ip(ip)
             # Whoever answers there may be linked under another id than was asked for: that link must not suffer.
             link = self.node.link(f"{host}:{port}", timeout_ms=timeout_ms, replace=False)
         except ValueError as error:
-            return self._refuse(function, cluster, error)
+            return self._refuse(function, cluster, _rules.PARAM_INVALID, error)
         except kvferry.KvferryError as error:
-            if error.kind == "already_linked" and self._adopt(cluster.cluster_id):
-                return _rules.SUCCESS
-            get_logger().error("[%s] cluster %d: %s", function, cluster.cluster_id, error)
-            return status_of(error.kind, "link")
-        if self._is_of_the_other_mode(link):
+            with self._lock:
+                if error.kind == "already_linked" and self._book.adopt(cluster.cluster_id, self.node.links):
+                    return _rules.SUCCESS
+            return self._refuse(function, cluster, status_of(error.kind, "link"), error)
+        with self._lock:
+            status, why = self._book.dialled(link, host, port)
+        if status != _rules.SUCCESS:
             link.close()
-            sentence = f"this side has {self._program}, the other {link.peer_program}: configure both alike"
-            return self._refuse(function, cluster, sentence)
-        with self._lock:
-            before = self._opened.get(link.peer_id)
-            if before is None or not before.alive:
-                # The link bears the id that the peer reports, not the one that was asked for.
-                self._opened[link.peer_id] = self._links[link.peer_id] = link
-                self._linked_to_itself |= link.peer_id == self.cluster_id and self._is_own_address(host, port)
-                return _rules.SUCCESS
-        link.close()
-        return _rules.ALREADY_LINK
-
-    def _adopt(self, cluster_id: int) -> bool:
-        """With the hixl backend each side links for itself; a link that the peer opened serves both."""
-        with self._lock:
-            link = self._alive(cluster_id) if self.options.hixl else None
-            if link is None:
-                return False
-            self._opened[cluster_id] = self._links[cluster_id] = link
-            return True
-
-    def _is_linked(self, cluster_id: int) -> bool:
-        """With the hixl backend a link counts for the side that opened it alone."""
-        if self.options.hixl:
-            opened = self._opened.get(cluster_id)
-            return opened is not None and opened.alive
-        return self._alive(cluster_id) is not None
+            return self._refuse(function, cluster, status, why)
+        return status
 
     # -- links by rank table
 
@@ -188,7 +138,8 @@ class Engine:
         return f":{address.rpartition(':')[2]}" if _is_everywhere(address) else address
 
     def is_linked(self, cluster_id: int) -> bool:
-        return not self.closed and self._alive(cluster_id) is not None
+        with self._lock:
+            return not self.closed and self._book.alive(cluster_id, self.node.links) is not None
 
     def link_for_table(self, cluster_id: int, address: str, timeout_ms: int) -> None:
         """Links to a member unless it is linked. Raises ``kvferry.KvferryError``, and ``LLMException`` for another peer
@@ -197,22 +148,23 @@ class Engine:
             if self.is_linked(cluster_id):
                 return
             link = self.node.link(address, timeout_ms=timeout_ms, replace=False)
-            if link.peer_id != cluster_id or self._is_of_the_other_mode(link):
+            if link.peer_id != cluster_id or self._book.is_of_the_other_mode(link):
                 link.close()
                 sentence = (
                     f"cluster {link.peer_id} with {link.peer_program} listens at {address}, not cluster {cluster_id}"
                 )
-                raise failure(_rules.PARAM_INVALID, "link", f"{sentence} with {self._program}")
+                raise failure(_rules.PARAM_INVALID, "link", f"{sentence} with {self._book.program}")
             with self._lock:
-                self._links[cluster_id] = link
+                self._book.keep(cluster_id, link)
 
     def unlink_for_table(self, cluster_id: int) -> None:
         """Ends the links to a member, unless ``link_clusters`` opened one here: that is for ``unlink_clusters``."""
         with self._lock:
-            if cluster_id in self._opened or self.closed:
+            if self._book.has_opened(cluster_id) or self.closed:
                 return
             links = [link for link in self.node.links if link.peer_id == cluster_id]
-            self._links.pop(cluster_id, None)
+            self._book.forget(cluster_id)
+            self._found.pop(cluster_id, None)
         for link in links:
             link.close()
 
@@ -220,27 +172,19 @@ class Engine:
         with self._lock:
             return self._dialling.setdefault(cluster_id, threading.Lock())
 
-    def _is_own_address(self, host: str, port: int) -> bool:
-        if self._listen is None or self._listen[1] != port:
-            return False
-        return host == self._listen[0] or (host.startswith(_LOOPBACK) and self._listen[0].startswith(_LOOPBACK))
-
     def unlink_clusters(self, clusters: Sequence[Cluster], timeout_ms: int, force: bool) -> list[LLMStatusCode]:
         return _for_each(clusters, lambda cluster: self._unlink(cluster, timeout_ms, force))
 
     def _unlink(self, cluster: Cluster, timeout_ms: int, force: bool) -> int:
         function = "unlink_clusters"
         with self._lock:
-            links = [link for link in self.node.links if link.peer_id == cluster.cluster_id]
-            known = self._links.get(cluster.cluster_id)
-            if known is not None and known not in links:
-                links.append(known)
+            parting = self._book.parting(cluster.cluster_id, len(cluster.remote), force, self.node.links)
+        code, why, links, tell_if_lost = parting
+        if code != _rules.SUCCESS:
+            return self._refuse(function, cluster, code, why)
         if not links:
-            return _rules.SUCCESS
-        if not force and not self.options.hixl and len(cluster.remote) != 1:
-            return self._refuse(function, cluster, f"{len(cluster.remote)} remote addresses are given, not 1")
-        code = _rules.SUCCESS
-        if not force and not self.options.hixl and any(_was_lost(link) for link in links):
+            return code
+        if tell_if_lost and any(_was_lost(link) for link in links):
             # The peer did not take leave, so it is told; if it cannot be, the local entry stays until it is forced.
             code = _told(cluster.remote[0], timeout_ms)
         for link in links:
@@ -251,15 +195,14 @@ class Engine:
                 code = status_of(error.kind, "unlink") or code
         if code == _rules.SUCCESS:
             with self._lock:
-                self._links.pop(cluster.cluster_id, None)
-                self._opened.pop(cluster.cluster_id, None)
-                self._linked_to_itself &= cluster.cluster_id != self.cluster_id
+                self._book.parted(cluster.cluster_id)
+                self._found.pop(cluster.cluster_id, None)
         return code
 
     @staticmethod
-    def _refuse(function: str, cluster: Cluster, why: object) -> int:
+    def _refuse(function: str, cluster: Cluster, status: int, why: object) -> int:
         get_logger().error("[%s] cluster %d: %s", function, cluster.cluster_id, why)
-        return _rules.PARAM_INVALID
+        return status
 
     # -- role
 
@@ -269,58 +212,50 @@ class Engine:
             self._move_listener(listen, "switch_role")
 
     def _move_listener(self, listen: tuple[str, int] | None, function: str) -> None:
-        if self.has_links() and not self.options.hixl:
+        move = _rules.listener_move(self.has_links(), self.options.hixl, self._listen, listen)
+        if move is ListenerMove.REFUSED_LINKED:
             raise failure(_rules.EXIST_LINK, function, "there are links; unlink them first")
         building = self.communicators.under_construction()
         if building:  # the other members were told where this one listens
             sentence = f"communicators {building} are under construction; wait for them, or unlink them first"
             raise failure(_rules.EXIST_LINK, function, sentence)
-        if listen is not None and self._listen is not None and listen[1] == self._listen[1]:
+        if move is ListenerMove.STAYS:
             return
-        if self.options.hixl:
+        if move is ListenerMove.REFUSED_HIXL:
             raise failure(_rules.FEATURE_NOT_ENABLED, function, "the hixl backend keeps its port")
         before = self._listen
         try:
             self.node.stop_listening()
-            self._listen = None
+            self._listens_at(None)
             if listen is not None:
                 self.node.listen(f"{listen[0]}:{listen[1]}")
-                self._listen = listen
+                self._listens_at(listen)
         except kvferry.KvferryError as error:
             if before is not None and self._listen is None and not self.node.closed:
                 self.node.listen(f"{before[0]}:{before[1]}")
-                self._listen = before
+                self._listens_at(before)
             raise translated(error, function, "listen") from error
+
+    def _listens_at(self, listen: tuple[str, int] | None) -> None:
+        self._listen = listen
+        self._book.listens(listen)
 
 
 def _check_pools(options: EngineOptions) -> None:
-    """A pool takes its memory when it is used, so that one too large for the machine would be found out late."""
-    wanted = sum(pool.size_bytes for pool in (options.device_pool, options.host_pool) if pool is not None)
-    has = _machine_bytes()
-    if has is not None and wanted > has:
-        sentence = f"the pools are to have {wanted} bytes, and this machine has {has}, swap space included"
-        raise failure(_rules.OUT_OF_MEMORY, "init", sentence)
-
-
-def _machine_bytes() -> int | None:
-    """All memory and swap space there is, used or not; None if the kernel does not say."""
     try:
-        with open("/proc/meminfo") as lines:
-            said = {name: int(rest.split()[0]) * 1024 for name, _, rest in (line.partition(":") for line in lines)}
-        return said["MemTotal"] + said["SwapTotal"]
-    except (OSError, ValueError, KeyError, IndexError):
-        return None
+        with open("/proc/meminfo") as file:
+            sentence = _rules.pools_too_large(options, file.read())
+    except OSError:  # the kernel does not say
+        return
+    if sentence is not None:
+        raise failure(_rules.OUT_OF_MEMORY, "init", sentence)
 
 
 def _open_node(cluster_id: int, options: EngineOptions, program: str) -> kvferry.Node:
     more: dict[str, Any] = {}
-    pools = [pool for pool in (options.device_pool, options.host_pool) if pool is not None]
-    if pools:
-        # kvferry has one pool for each node; both placements are host memory here and draw on it.
-        more["pool"] = kvferry.PoolOptions(
-            size_bytes=sum(pool.size_bytes for pool in pools),
-            page_shift=max(min(pool.page_shift for pool in pools), _LEAST_PAGE_SHIFT),
-        )
+    pool = _rules.pool_of(options)
+    if pool is not None:
+        more["pool"] = kvferry.PoolOptions(size_bytes=pool.size_bytes, page_shift=pool.page_shift)
     if options.transports is not None:
         more["transports"] = options.transports
     node = kvferry.Node(node_id=cluster_id, secret=options.secret, attach=options.attach, program=program, **more)

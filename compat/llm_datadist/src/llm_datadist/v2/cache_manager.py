@@ -11,7 +11,7 @@ from typing import Any
 
 import kvferry
 from llm_datadist import arguments, layerwise
-from llm_datadist._rules import EngineOptions, check_blocks_of_row, copied_bytes
+from llm_datadist._rules import EngineOptions, IdMeans, check_blocks_of_row, check_paired, copied_bytes, meaning_of_id
 from llm_datadist.cache import Cache
 from llm_datadist.engine import Engine, translated
 from llm_datadist.keys import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex
@@ -184,8 +184,8 @@ class CacheManager(CacheTable):
         raise_if_false(src_cache.is_blocks_cache, "src_cache must be a blocks cache: use push_cache")
         sources = check_block_list("src_blocks", () if src_blocks is None else src_blocks)
         into = check_block_list("dst_blocks", dst_blocks)
-        raise_if_false(into, "dst_blocks is empty")
-        raise_if_false(len(sources) == len(into), "src_blocks and dst_blocks must have the same length")
+        with arguments.rules_as_exceptions():
+            check_paired(len(sources), len(into))
         layers = arguments.push_layers(src_layer_range, dst_layer_range, src_cache, tensor_num_per_layer)
         dst_cache_key._check_ids()
         self._push("push_blocks", dst_cache_key, src_cache, layers, {"blocks": (sources, into)})
@@ -368,14 +368,15 @@ class CacheManager(CacheTable):
             return self._blocks_key(key.model_id), None
         if isinstance(key, CacheKey):
             return owner_key(key), None
-        if key.cache_id <= 0 and self._options.remote:
-            return self._blocks_key(0), key.batch_index  # what an id of no cache stands for in a peer's table
+        if meaning_of_id(key.cache_id, self._options.remote, pushing=False) is IdMeans.BLOCKS_OF_MODEL_0:
+            return self._blocks_key(0), key.batch_index
         return max(key.cache_id, 0), key.batch_index
 
     def _push_target(self, key: CacheKeyByIdAndIndex | BlocksCacheKey) -> Any:
         if isinstance(key, BlocksCacheKey):
             return self._blocks_key(key.model_id)
-        return key.cache_id if key.cache_id > 0 else layerwise.ID_OF_NO_CACHE
+        meant = meaning_of_id(key.cache_id, self._options.remote, pushing=True)
+        return key.cache_id if meant is IdMeans.CACHE else layerwise.ID_OF_NO_CACHE
 
 
 def _pull_layer_moves(kwargs: dict[str, Any], cache: Cache) -> dict[str, Any]:

@@ -6,13 +6,12 @@ The half of ``CacheManager`` that puts memory under a name; the other half moves
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import kvferry
-from llm_datadist import arguments
-from llm_datadist._rules import EngineOptions, Pool
+from llm_datadist import _rules, arguments
+from llm_datadist._rules import EngineOptions, Share
 from llm_datadist.cache import Cache, CacheDesc, MemInfo
 from llm_datadist.engine import Engine, translated
 from llm_datadist.enums import Placement
@@ -21,40 +20,15 @@ from llm_datadist.status import LLMStatusCode, failure, raise_if_false
 from llm_datadist.utils.utils import check_int64, check_isinstance, check_object
 
 
-class _Share:
-    """What one placement may take of the node's pool, and has taken; bytes in whole pages of each tensor."""
-
-    def __init__(self, pool: Pool) -> None:
-        self._size_bytes, self._page_bytes = pool.size_bytes, 1 << pool.page_shift
-        self._taken: dict[int, int] = {}  # by cache
-        self._lock = threading.Lock()
-
-    @contextmanager
-    def taking(self, function: str, tensors: int, tensor_bytes: int) -> Iterator[list[int]]:
-        """The caller appends the id of the cache that it has made; nothing is taken if it does not."""
-        wanted = tensors * (-(-tensor_bytes // self._page_bytes) * self._page_bytes)
-        with self._lock:
-            left = self._size_bytes - sum(self._taken.values())
-            if wanted > left:
-                sentence = f"the pool has {left} of {self._size_bytes} bytes left, {wanted} are wanted"
-                raise failure(LLMStatusCode.LLM_OUT_OF_MEMORY, function, sentence)
-            made: list[int] = []
-            yield made
-            self._taken |= dict.fromkeys(made, wanted)
-
-    def give_back(self, cache_id: int) -> None:
-        with self._lock:
-            self._taken.pop(cache_id, None)
-
-
 class CacheTable:
     def __init__(self, options: EngineOptions, engine: Engine) -> None:
         self._options = options
         self._engine = engine
         self._caches: dict[int, kvferry.Cache] = {}
-        self._allocated: dict[int, _Share] = {}
+        self._allocated: dict[int, Share] = {}
         pools = {Placement.DEVICE: options.device_pool, Placement.HOST: options.host_pool}
-        self._shares = {placement: _Share(pool) for placement, pool in pools.items() if pool is not None}
+        self._shares = {placement: Share(pool) for placement, pool in pools.items() if pool is not None}
+        self._shares_lock = threading.Lock()
         self._lock = threading.Lock()  # of the next two
         self._prefixes: dict[int, set[kvferry.PrefixKey]] = {}  # that are bound, by allocated cache
         self._kept: set[int] = set()  # ids of caches that were deallocated, and live on for a prefix
@@ -96,12 +70,8 @@ class CacheTable:
         keys = self._owner_blocks_key(blocks_cache_key)
         cache_desc._is_blocks = True
         self._check_open("register_blocks_cache")
-        raise_if_false(
-            len(addrs) == cache_desc.num_tensors,
-            "{} addresses are given for {} tensors",
-            len(addrs),
-            cache_desc.num_tensors,
-        )
+        with arguments.rules_as_exceptions():
+            _rules.check_addresses(len(addrs), cache_desc.num_tensors)
         raise_if_false(all(addrs) or not accessible, "addrs contains 0")
         return self._register(cache_desc, addrs, keys, accessible, is_blocks=True)
 
@@ -183,7 +153,8 @@ class CacheTable:
         self._check_open(function)
         unit_bytes, count = arguments.geometry(cache_desc)
         try:
-            with share.taking(function, cache_desc.num_tensors, unit_bytes * count) as made:
+            with self._shares_lock:
+                wanted = share.wanted(cache_desc.num_tensors, unit_bytes * count)
                 ours = self._engine.node.allocate(
                     "",
                     tensors=cache_desc.num_tensors,
@@ -193,7 +164,9 @@ class CacheTable:
                     keys=keys,
                     keys_end_by="never" if self._options.remote else "row",
                 )
-                made.append(ours.id)
+                share.take(ours.id, wanted)
+        except _rules.TooLittleLeft as error:
+            raise failure(LLMStatusCode.LLM_OUT_OF_MEMORY, function, error) from None
         except kvferry.KvferryError as error:
             raise translated(error, function, "register") from error
         if is_blocks:
@@ -267,7 +240,8 @@ class CacheTable:
         self._caches.pop(cache_id, None)
         share = self._allocated.pop(cache_id, None)
         if share is not None:
-            share.give_back(cache_id)
+            with self._shares_lock:
+                share.give_back(cache_id)
         self._private.discard(cache_id)
 
     # -- names

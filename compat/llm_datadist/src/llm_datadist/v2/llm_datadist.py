@@ -16,7 +16,7 @@ from llm_datadist.arguments import rules_as_exceptions
 from llm_datadist.cluster import LLMClusterInfo, ip_infos
 from llm_datadist.engine import Cluster, Engine, translated
 from llm_datadist.enums import LLMRole, RegisterMemStatus
-from llm_datadist.status import LLMException, LLMStatusCode, failure, raise_if_false
+from llm_datadist.status import LLMException, LLMStatusCode, code_2_status, failure, raise_if_false
 from llm_datadist.utils.utils import (
     check_dict,
     check_inner,
@@ -31,7 +31,6 @@ from llm_datadist.v2.cache_manager import CacheManager
 from llm_datadist.v2.llm_utils import parse_listen_ip_info
 
 EngineConfig = EngineOptions
-_ROLE_NAMES = {LLMRole.PROMPT: "Prompt", LLMRole.DECODER: "Decoder", LLMRole.MIX: "Mix"}
 _MAX_RANKS = 4
 _MAX_NAME = 127
 _OUR_ENVIRONMENT = "KVFERRY_"
@@ -215,7 +214,7 @@ class LLMDataDist:
     def _role_to_str(role: LLMRole) -> str:
         if role is None:
             raise KeyError("role only support LLMRole, but got NoneType")
-        return _ROLE_NAMES[role]
+        return _rules.role_name(role)
 
 
 def _needs_tables(function: str, engine: Engine) -> None:
@@ -225,7 +224,8 @@ def _needs_tables(function: str, engine: Engine) -> None:
 
 def _checked_timeout(timeout: int) -> int:
     timeout = check_int32("timeout", timeout)
-    raise_if_false(timeout > 0, "timeout must be over 0 milliseconds, but got {}", timeout)
+    with rules_as_exceptions():
+        _rules.check_timeout(timeout)
     return timeout
 
 
@@ -249,10 +249,7 @@ def _plain(clusters: Sequence[LLMClusterInfo], local: Literal["required", "taken
 
 
 def _summed_up(codes: list[LLMStatusCode]) -> tuple[LLMStatusCode, list[LLMStatusCode]]:
-    if not codes:
-        return LLMStatusCode.LLM_PARAM_INVALID, []
-    failures = [code for code in codes if code != LLMStatusCode.LLM_SUCCESS]
-    return (failures[-1] if failures else LLMStatusCode.LLM_SUCCESS), codes
+    return code_2_status(_rules.overall([int(code) for code in codes])), codes
 
 
 def _shutdown_handler() -> None:
