@@ -18,12 +18,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import kvferry
 from cgroup_support import memory_cgroup
 from failure_support import until
 from kvferry.pool import embedded, places, seat
+from pool_support import NodeProcess
 from support import Peer
 
 Peers = Callable[..., Peer]
@@ -617,6 +619,39 @@ def test_resolve_with_nothing_said_means_a_node_of_ones_own(home: Home, monkeypa
     monkeypatch.delenv("XDG_CONFIG_HOME")
     monkeypatch.setenv("HOME", "/nowhere")
     assert places.resolve(None) == places.OWN
+
+
+@pytest.mark.parametrize("where", ["environment", "file"])
+def test_the_secret_of_nodes_that_are_configured_is_configured_too(
+    home: Home, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, where: str
+) -> None:
+    held = tmp_path / "secret"
+    held.write_bytes(b"between us\n")
+    node = NodeProcess(f"unix:{tmp_path}/pool.sock", "8MiB", "--secret-file", str(held))
+    value, into = np.arange(1000, dtype=np.uint8), np.zeros(1000, np.uint8)
+    try:
+        home.configure(members=[node.address])
+        with kvferry.Pool.connect() as pool:
+            assert pool.save([b"a"], buffers=[value]).outcomes == ["node_lost"]
+        if where == "file":
+            home.configure(members=[node.address], secret_file=str(held))
+        else:
+            monkeypatch.setenv("KVFERRY_POOL", node.address)
+            monkeypatch.setenv("KVFERRY_POOL_SECRET_FILE", str(held))
+        with kvferry.Pool.connect() as pool:
+            assert pool.save([b"a"], buffers=[value]).outcomes == ["saved"]
+            assert pool.load([b"a"], buffers=[into]).outcomes == ["hit"]
+            assert np.array_equal(into, value)
+        with kvferry.Pool.connect(node_secret="another") as pool:  # what the caller says counts
+            assert pool.load([b"a"], buffers=[into]).outcomes == ["node_lost"]
+        for content, wrong in ((b"\n", "is empty"), (None, "cannot be read")):
+            held.unlink() if content is None else held.write_bytes(content)
+            with pytest.raises(kvferry.InvalidArgument, match=f"(?i)secret_file.*{wrong}"):
+                kvferry.Pool.connect()
+        with kvferry.Pool.connect("private"):  # which asks for none
+            pass
+    finally:
+        node.stop()
 
 
 @pytest.mark.parametrize("said", ["", "h", "h:1,,h:2", "unix:relative", "of", [], [7], ["off"]])

@@ -213,9 +213,10 @@ class Pool:
 
         ``namespace``: values of one are never found in another. With a ``secret``, only those who give the same one find
         them. ``quota_bytes``: the most that this namespace may fill of each node, with everybody's values: the last that any
-        pool has named counts for all of them. ``node_secret``: what links to the nodes must know. ``transports``: what links
-        to the nodes may use at all. ``checksum``: whether values are saved with a checksum, and verified by it when they are
-        loaded: ``"auto"``, if they cross from host to host, ``"always"`` or ``"never"``.
+        pool has named counts for all of them. ``node_secret``: what links to the nodes must know; left out, what is said of
+        it where ``KVFERRY_POOL`` or the configuration file names them. ``transports``: what links to the nodes may use at
+        all. ``checksum``: whether values are saved with a checksum, and verified by it when they are loaded: ``"auto"``, if
+        they cross from host to host, ``"always"`` or ``"never"``.
         """
         until = time.monotonic() + checked_timeout(timeout_ms) / 1000
         membership: Membership | None
@@ -236,6 +237,8 @@ class Pool:
             if found == "private":
                 return cls.private(namespace=namespace, secret=secret, quota_bytes=quota_bytes, checksum=checksum)
             listed = [places.OWN] if found == places.OWN else found
+            if members is None and node_secret is None and found not in (places.OWN, None):
+                node_secret = places.secret()
             membership = None if listed is None else StaticMembership(Member(where, where) for where in listed)
         pool = cls(
             membership,

@@ -15,7 +15,17 @@ import msgspec
 from kvferry.errors import InvalidArgument, Refused
 from kvferry.options import parse_address, parse_size, shown
 
-__all__ = ["OWN", "Settings", "log_file", "resolve", "runtime_directory", "settings", "socket_path"]
+__all__ = [
+    "OWN",
+    "Settings",
+    "log_file",
+    "resolve",
+    "runtime_directory",
+    "secret",
+    "secret_in",
+    "settings",
+    "socket_path",
+]
 
 OWN: Literal["own"] = "own"
 LONGEST_SOCKET_PATH = 107  # bytes: the kernel's sockaddr_un holds one more, a zero
@@ -26,6 +36,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """``~/.config/kvferry/pool.json``. All of it is optional, and so is the file."""
 
     members: str | list[str] = OWN  # as KVFERRY_POOL, or a list of addresses
+    secret_file: str | None = None  # holds what links to these members must know
     memory: str | int | None = None  # the most that a node of your own may take, such as "8GiB"
     idle_s: float = 900.0  # after which a node of your own leaves
 
@@ -90,6 +101,30 @@ def settings() -> Settings:
     except (msgspec.MsgspecError, InvalidArgument) as error:
         raise InvalidArgument(f"{path}: {error}") from None
     return found
+
+
+def secret() -> bytes | None:
+    """What links must know to the nodes that the environment or the configuration file names: the content of the file that
+    KVFERRY_POOL_SECRET_FILE, else ``secret_file`` there names; None: neither does.
+
+    :raises InvalidArgument: it cannot be read, or is empty.
+    """
+    if said := os.environ.get("KVFERRY_POOL_SECRET_FILE", "").strip():
+        return secret_in(said, "KVFERRY_POOL_SECRET_FILE: ")
+    path = settings().secret_file
+    return None if path is None else secret_in(path, f"secret_file in {_settings_file()}: ")
+
+
+def secret_in(path: str, who: str = "") -> bytes:
+    """The bytes of a file without newlines at the end. :raises InvalidArgument: as `secret`, after ``who``."""
+    try:
+        content = Path(path).read_bytes().rstrip(b"\n")
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise InvalidArgument(f"{who}{path!r} cannot be read: {why}") from None
+    if not content:
+        raise InvalidArgument(f"{who}{path!r} is empty: write the secret into it, or leave this out")
+    return content
 
 
 def runtime_directory(create: bool) -> Path:

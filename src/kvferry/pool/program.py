@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 
 from kvferry.errors import InvalidArgument, KvferryError
 from kvferry.options import LARGEST, parse_place, parse_size
+from kvferry.pool import places
 from kvferry.pool.eviction import POLICIES
 
 __all__ = ["add_options", "main", "seconds", "serve", "whole_number"]
@@ -151,14 +152,9 @@ def _place(words: str) -> str:
 
 def _content(path: str) -> bytes:
     try:
-        with open(path, "rb") as file:
-            content = file.read().rstrip(b"\n")
-    except (OSError, ValueError) as error:
-        why = error.strerror if isinstance(error, OSError) else error
-        raise argparse.ArgumentTypeError(f"{path!r} cannot be read: {why}") from None
-    if not content:
-        raise argparse.ArgumentTypeError(f"{path!r} is empty: write the secret into it, or leave this out")
-    return content
+        return places.secret_in(path)
+    except InvalidArgument as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 if __name__ == "__main__":
