@@ -3,6 +3,7 @@
 #   make demo     two processes, one real transformer, its KV cache handed over
 #   make test     all tests: the native core's, those that need numpy alone, then those that need torch
 #   make quick    half a minute: what changed is rebuilt, the core's tests and the fast ones of the others run
+#   make test-vllm  the connector for vLLM, against vLLM itself, in an environment of its own (2.5 GB, some minutes at first)
 #   make check    what a change must pass: format, lint, types, layers, sanitizers, all tests, the examples in the docs;
 #                 peers are killed and stopped ten times as often as in `make test`, which takes some minutes more
 #   make bench    how fast, against the limits of this machine
@@ -17,7 +18,7 @@ VENV_PYTHON := .venv/bin/python
 PYTEST := $(VENV_PYTHON) -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test quick check bench clean distclean built test-numpy test-torch lint sanitizers need-python
+.PHONY: help demo test test-vllm quick check bench clean distclean built test-numpy test-torch lint sanitizers need-python
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -29,9 +30,13 @@ demo: built
 test: built
 	@$(MAKE) --no-print-directory test-numpy test-torch
 
+test-vllm: built
+	@$(PYTHON) tools/vllm_environment.py $(VLLM)
+	@.venv-vllm/bin/python -m pytest -m vllm $(ARGS)
+
 quick: built
 	@$(VENV_PYTHON) tools/core_tests.py
-	@$(PYTEST) -q -m "not slow and not torch"
+	@$(PYTEST) -q -m "not slow and not torch and not vllm"
 
 check: built lint sanitizers
 	@KVFERRY_CAMPAIGN=long $(MAKE) --no-print-directory test-numpy test-torch
@@ -44,7 +49,7 @@ clean:
 	rm -f .venv/*-editable.stamp
 
 distclean: clean
-	rm -rf .venv
+	rm -rf .venv .venv-vllm
 
 # --- steps -------------------------------------------------------------------------------------------------------
 
@@ -57,7 +62,7 @@ built: need-python
 
 test-numpy:
 	@$(VENV_PYTHON) tools/core_tests.py
-	@$(PYTEST) -m "not torch"
+	@$(PYTEST) -m "not torch and not vllm"
 
 # Status 3: there is no torch for this Python, which has been said; anything else but 0 is a failure.
 test-torch:

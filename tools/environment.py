@@ -132,10 +132,10 @@ def install_torch() -> None:
     pip_install("-r", REQUIREMENTS / "models.txt")
 
 
-def installed_torch() -> "tuple[str, str | None] | None":
-    """``(version without its +tag, CUDA version or None)`` of the torch in ``.venv``."""
+def installed_torch(python: "Path | None" = None) -> "tuple[str, str | None] | None":
+    """``(version without its +tag, CUDA version or None)`` of the torch in ``.venv``, or where that ``python`` is."""
     script = "import json, torch; print(json.dumps([torch.__version__, torch.version.cuda]))"
-    answer = subprocess.run([PYTHON, "-c", script], capture_output=True, text=True, check=False)
+    answer = subprocess.run([python or PYTHON, "-c", script], capture_output=True, text=True, check=False)
     if answer.returncode:
         return None
     version, cuda = json.loads(answer.stdout)
@@ -173,9 +173,14 @@ def stop_for_cuda(wanted: str) -> NoReturn:
     )
 
 
-def pip_install(*arguments: "str | Path", env: "dict[str, str] | None" = None, otherwise: str = NOT_INSTALLED) -> None:
+def pip_install(
+    *arguments: "str | Path",
+    env: "dict[str, str] | None" = None,
+    otherwise: str = NOT_INSTALLED,
+    python: "Path | None" = None,
+) -> None:
     quiet = [] if sys.stdout.isatty() else ["-q", "-q", "--progress-bar=off"]
-    command = [PYTHON, "-m", "pip", "install", "--disable-pip-version-check", *quiet, *arguments]
+    command = [python or PYTHON, "-m", "pip", "install", "--disable-pip-version-check", *quiet, *arguments]
     if subprocess.run(command, env=env, check=False).returncode:
         stop(otherwise)
 

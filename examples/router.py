@@ -1,0 +1,213 @@
+"""A front for prefill and decode instances of vLLM: one OpenAI-compatible address, behind which prompts are computed by some
+and answers by others.
+
+    python examples/router.py --prefill http://127.0.0.1:8100 --decode http://127.0.0.1:8200 --port 8000
+
+Each of --prefill and --decode may be given several times; they are taken in turns. What matters here is what happens when
+something fails: a prefill that cannot be had costs its head start and not the answer, a decode that cannot be had is
+replaced by the next one, and a client that goes away ends its request wherever that is.
+
+Needs starlette, uvicorn and httpx. This is an example to try a pair with; the proxies that speak the same words
+(``do_remote_decode``, ``do_remote_prefill`` in ``kv_transfer_params``) work as well.
+"""
+
+import argparse
+import asyncio
+import itertools
+import json
+import logging
+import uuid
+from collections.abc import AsyncIterator, Awaitable
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
+
+import httpx
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+T = TypeVar("T")
+log = logging.getLogger("router")
+
+CONNECTING_S = 2.0
+ASK_FOR_HANDOVER = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+
+
+class Fleet:
+    """Instances of one kind, taken in turns."""
+
+    def __init__(self, urls: list[str], timeout_s: float) -> None:
+        timeout = httpx.Timeout(timeout_s, connect=CONNECTING_S)
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+        self._clients = [httpx.AsyncClient(base_url=url, timeout=timeout, limits=limits) for url in urls]
+        self._turn = itertools.count()
+
+    def __iter__(self) -> "itertools.chain[httpx.AsyncClient]":
+        """All of them, beginning with the one whose turn it is."""
+        first = next(self._turn) % len(self._clients)
+        return itertools.chain(self._clients[first:], self._clients[:first])
+
+    async def close(self) -> None:
+        for client in self._clients:
+            await client.aclose()
+
+
+class Router:
+    def __init__(self, prefill: list[str], decode: list[str], timeout_s: float) -> None:
+        self._prefill, self._decode = Fleet(prefill, timeout_s), Fleet(decode, timeout_s)
+        self.app = Starlette(
+            routes=[
+                Route("/v1/completions", self.complete, methods=["POST"]),
+                Route("/v1/chat/completions", self.complete, methods=["POST"]),
+                Route("/v1/models", self.models),
+                Route("/health", self.health),
+            ],
+            lifespan=self._lifespan,
+        )
+
+    @asynccontextmanager
+    async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
+        yield
+        await self._prefill.close()
+        await self._decode.close()
+
+    # --- endpoints ---------------------------------------------------------------------------------------------------
+
+    async def complete(self, request: Request) -> Response:
+        try:
+            body = await request.json()
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            return JSONResponse({"error": {"message": f"the body is no JSON: {error}", "type": "BadRequest"}}, 400)
+        except ClientDisconnect:
+            return Response(status_code=499)
+        if not isinstance(body, dict):
+            return JSONResponse({"error": {"message": "the body is no JSON object", "type": "BadRequest"}}, 400)
+        path, headers = request.url.path, _headers(request)
+        try:
+            given = await _while_there(request, self._prefilled(path, headers, body))
+            if isinstance(given, httpx.Response):  # the request itself is wrong, and the prefill instance has said so
+                return _passed_on(given)
+            return await _while_there(request, self._decoded(path, headers, body | {"kv_transfer_params": given}))
+        except ClientDisconnect:
+            return Response(status_code=499)
+
+    async def models(self, request: Request) -> Response:
+        for client in self._decode:
+            try:
+                return _passed_on(await client.get("/v1/models"))
+            except httpx.TransportError:
+                continue
+        return _nobody("decode")
+
+    async def health(self, request: Request) -> Response:
+        return PlainTextResponse("")
+
+    # -----------------------------------------------------------------------------------------------------------------
+
+    async def _prefilled(self, path: str, headers: dict[str, str], body: dict[str, Any]) -> Any:
+        """What the decode instance is to be told; or the answer of a prefill instance that refuses the request."""
+        own = body.get("kv_transfer_params") or {}
+        asked = body | {"stream": False, "max_tokens": 1, "kv_transfer_params": {**own, **ASK_FOR_HANDOVER}}
+        asked.pop("stream_options", None)
+        if "max_completion_tokens" in asked:
+            asked["max_completion_tokens"] = 1
+        if asked.get("min_tokens"):
+            asked["min_tokens"] = 1
+        for client in self._prefill:
+            try:
+                answer = await client.post(path, json=asked, headers=headers)
+            except httpx.TransportError as error:
+                log.warning("prefill at %s: %s", client.base_url, error or type(error).__name__)
+                continue
+            if 400 <= answer.status_code < 500:
+                return answer
+            if answer.status_code == 200:
+                return own | (answer.json().get("kv_transfer_params") or {})
+            log.warning("prefill at %s answered %d", client.base_url, answer.status_code)
+        return own or None  # the decode instance computes it all
+
+    async def _decoded(self, path: str, headers: dict[str, str], body: dict[str, Any]) -> Response:
+        if body["kv_transfer_params"] is None:
+            del body["kv_transfer_params"]
+        for client in self._decode:
+            try:
+                answer = await client.send(client.build_request("POST", path, json=body, headers=headers), stream=True)
+            except httpx.TransportError as error:
+                log.warning("decode at %s: %s", client.base_url, error or type(error).__name__)
+                continue
+            if answer.status_code >= 500:
+                log.warning("decode at %s answered %d", client.base_url, answer.status_code)
+                await answer.aclose()
+                continue
+            media_type = answer.headers.get("content-type")
+            return StreamingResponse(_content(answer), answer.status_code, media_type=media_type)
+        return _nobody("decode")
+
+
+async def _content(answer: httpx.Response) -> AsyncIterator[bytes]:
+    """As it comes. When the client goes, this is closed, the connection with it, and the instance aborts the request."""
+    try:
+        async for piece in answer.aiter_bytes():
+            yield piece
+    finally:
+        await answer.aclose()
+
+
+async def _while_there(request: Request, work: Awaitable[T]) -> T:
+    """Ends ``work`` when the client goes away. :raises ClientDisconnect: it has."""
+
+    async def gone() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(gone())
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientDisconnect
+        return working.result()
+    finally:
+        for task in (working, leaving):
+            task.cancel()
+
+
+def _headers(request: Request) -> dict[str, str]:
+    """One id for both halves of a request, and whatever lets it in."""
+    kept = {"x-request-id": request.headers.get("x-request-id") or uuid.uuid4().hex}
+    if "authorization" in request.headers:
+        kept["authorization"] = request.headers["authorization"]
+    return kept
+
+
+def _passed_on(answer: httpx.Response) -> Response:
+    return Response(answer.content, answer.status_code, media_type=answer.headers.get("content-type"))
+
+
+def _nobody(kind: str) -> Response:
+    return JSONResponse({"error": {"message": f"no {kind} instance can be reached", "type": "Unavailable"}}, 503)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="A front for prefill and decode instances of vLLM.")
+    parser.add_argument("--prefill", action="append", required=True, metavar="URL")
+    parser.add_argument("--decode", action="append", required=True, metavar="URL")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--timeout-s", type=float, default=600.0, help="how long an instance may be silent")
+    asked = parser.parse_args()
+    logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
+    router = Router(asked.prefill, asked.decode, asked.timeout_s)
+    uvicorn.run(router.app, host=asked.host, port=asked.port, log_level="warning")
+
+
+if __name__ == "__main__":
+    main()

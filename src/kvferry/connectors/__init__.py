@@ -1,0 +1,1 @@
+"""kvferry inside inference engines: each connector translates between an engine and the front door's public names."""

@@ -1,0 +1,204 @@
+"""Handover as a worker does it: windows over finished requests for those who come for them, and pulls from others' windows.
+
+A window ends when its blocks were taken, when its time is up, or with the worker; only then may they be reused. Pulls run on
+threads of their own. Driven by `worker`; answers the messages of `handed`.
+"""
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import Future as ThreadFuture
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from threading import Lock, Thread
+from typing import Any
+
+import msgspec
+
+from kvferry import Call, DeadlineExceeded, KvferryError, Link, Node, NodeClosed, Transfer, Window
+from kvferry.connectors.vllm.handed import Open, Opened, Release, new_token
+from kvferry.connectors.vllm.orders import Pull
+from kvferry.connectors.vllm.settings import Settings
+
+__all__ = ["Ferry", "Pulled"]
+
+log = logging.getLogger("kvferry.vllm")
+
+THREADS = 8
+LINKING_MS = 400
+WORDS = {
+    "DeadlineExceeded": "timeout",
+    "CacheNotFound": "window_gone",
+    "PeerLost": "peer_lost",
+    "LinkFailed": "peer_lost",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Pulled:
+    """How a pull has ended: how many of its last blocks are not filled, and why."""
+
+    pull: Pull
+    failed: int
+    why: str
+    seconds: float
+
+
+@dataclass(slots=True)
+class _Held:
+    request_id: str
+    window: Window
+    until: float
+    how: str = ""
+
+
+class Ferry:
+    def __init__(
+        self, arrays: list[Any], settings: Settings, rank: int, now: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._now = now
+        self._node = Node(secret=settings.node_secret, program="kvferry-vllm")
+        self._cache = self._node.register("kv", arrays, layout="blocks")
+        self._node.serve_calls()
+        self.address = self._node.listen(settings.place_of(rank))
+        self.token = new_token()
+        self._lock = Lock()
+        self._windows: dict[bytes, _Held] = {}
+        self._links: dict[str, Link] = {}
+        self._linking: dict[str, Lock] = {}
+        self._pulling: dict[str, tuple[Pull, ThreadFuture[Pulled]]] = {}
+        self._moving: dict[str, Transfer] = {}
+        self._given_up: set[str] = set()
+        self._threads = ThreadPoolExecutor(THREADS, "kvferry-vllm-pull")
+        self._answering = Thread(target=self._answer, name="kvferry-vllm-answers", daemon=True)
+        self._answering.start()
+
+    # --- giving ------------------------------------------------------------------------------------------------------
+
+    def held(self, words: "Counter[str]") -> set[str]:
+        """The requests whose blocks somebody may still come for. What has ended since the last time is counted."""
+        now = self._now()
+        with self._lock:
+            for name, held in list(self._windows.items()):
+                if not held.how and now >= held.until:
+                    held.how = "expired"
+                if held.how:
+                    del self._windows[name]
+                    held.window.close()  # from here on nobody reads through it, and its blocks may be others'
+                    words[f"handovers {held.how}"] += 1
+            return {held.request_id for held in self._windows.values()}
+
+    def _answer(self) -> None:
+        while True:
+            try:
+                call = self._node.next_call(timeout_ms=1000)
+            except NodeClosed:
+                return
+            if isinstance(call, Call):
+                try:
+                    self._heard(call)
+                except (KvferryError, msgspec.MsgspecError) as error:
+                    log.warning("a message that cannot be answered: %s", error)
+            call = None
+
+    def _heard(self, call: Call) -> None:
+        said = msgspec.msgpack.decode(call.payload, type=Open | Release)
+        if isinstance(said, Release):
+            with self._lock:
+                held = self._windows.get(said.window)
+                if held is not None:
+                    held.how = "given" if said.read else "not_wanted"
+            return
+        if said.token != self.token:
+            call.answer(msgspec.msgpack.encode(Opened(b"", "that is for this worker's own scheduler alone")))
+            return
+        try:
+            window = self._cache.window(blocks=said.blocks, access="read", ttl_ms=said.ttl_ms)
+        except KvferryError as error:
+            call.answer(msgspec.msgpack.encode(Opened(b"", str(error))))
+            return
+        with self._lock:
+            self._windows[window.name] = _Held(said.request_id, window, self._now() + said.ttl_ms / 1000)
+        call.answer(msgspec.msgpack.encode(Opened(window.name)))
+
+    # --- taking ------------------------------------------------------------------------------------------------------
+
+    def pull(self, pull: Pull, rank: int) -> None:
+        """Begins it, and returns. One without blocks only tells the other instance that nobody will come."""
+        future = self._threads.submit(self._pulled, pull, rank, self._now())
+        if pull.blocks:
+            self._pulling[pull.request_id] = (pull, future)
+
+    def cancel(self, request_id: str) -> None:
+        with self._lock:
+            if request_id in self._pulling:
+                self._given_up.add(request_id)
+            moving = self._moving.get(request_id)
+        if moving is not None:
+            moving.cancel()
+
+    def ended(self) -> list[Pulled]:
+        """The pulls that have ended since the last time."""
+        done = [request_id for request_id, (_, future) in self._pulling.items() if future.done()]
+        return [self._pulling.pop(request_id)[1].result() for request_id in done]
+
+    def _pulled(self, pull: Pull, rank: int, began: float) -> Pulled:
+        """On a thread of its own; whatever happens, it comes back with how it ended."""
+        why = ""
+        link: Link | None = None
+        try:
+            link = self._link(pull.addresses[rank], min(LINKING_MS, pull.timeout_ms))
+            if pull.blocks:
+                self._move(link, pull, rank, began)
+        except KvferryError as error:
+            why = WORDS.get(type(error).__name__, "failed")
+            log.warning("request %s is computed, for its blocks could not be had: %s", pull.request_id, error)
+        except Exception:  # the root of a thread
+            why = "error"
+            log.exception("request %s is computed, for its blocks could not be had", pull.request_id)
+        finally:
+            with self._lock:
+                self._moving.pop(pull.request_id, None)
+                self._given_up.discard(pull.request_id)
+        if link is not None:
+            self._release(link, pull.windows[rank], bool(pull.blocks) and not why)
+        return Pulled(pull, len(pull.blocks) if why else 0, why, self._now() - began)
+
+    def _move(self, link: Link, pull: Pull, rank: int, began: float) -> None:
+        left_ms = max(1, pull.timeout_ms - int(1000 * (self._now() - began)))
+        transfer = link.pull_async(
+            pull.windows[rank], into=self._cache, blocks=(pull.theirs, pull.blocks), timeout_ms=left_ms
+        )
+        with self._lock:
+            self._moving[pull.request_id] = transfer
+            given_up = pull.request_id in self._given_up
+        if given_up:
+            transfer.cancel()
+        while True:
+            try:
+                transfer.wait(1000)
+                return
+            except DeadlineExceeded:
+                if transfer.done():
+                    raise  # else this wait is over, and not the pull, which has its own deadline
+
+    def _release(self, link: Link, window: bytes, read: bool) -> None:
+        try:
+            link.send(msgspec.msgpack.encode(Release(window, read)))
+        except KvferryError:
+            return  # its time will be up
+
+    def _link(self, address: str, timeout_ms: int) -> Link:
+        with self._lock:
+            linking = self._linking.setdefault(address, Lock())
+        with linking:  # a second link would end the first
+            link = self._links.get(address)
+            if link is None or not link.alive:
+                link = self._links[address] = self._node.link(address, timeout_ms=timeout_ms)
+            return link
+
+    def close(self) -> None:
+        self._node.close()
+        self._answering.join(2)
+        self._threads.shutdown(wait=True, cancel_futures=True)

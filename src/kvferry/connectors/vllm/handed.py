@@ -1,0 +1,144 @@
+"""Handover as the scheduler's side sees it: the words that go from a prefill instance through the proxy to a decode instance,
+and asking this instance's own workers for windows.
+
+The words are those that the proxies between prefill and decode instances of vLLM pass on, which take them as they are.
+"""
+
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from kvferry import DeadlineExceeded, InvalidArgument, Link, Node
+from kvferry.connectors.vllm.orders import Place
+from kvferry.connectors.vllm.requests import Handed
+from kvferry.connectors.vllm.settings import Settings
+
+__all__ = ["Handed", "Open", "Opened", "Release", "Windows", "new_token", "read", "write"]
+
+OPENING_MS = 300  # the engine waits for it, once per request that is handed over
+
+
+class Open(msgspec.Struct, array_like=True, tag="open"):
+    """To a worker of one's own: open a window over these blocks, for this request."""
+
+    token: bytes
+    request_id: str
+    blocks: list[int]
+    ttl_ms: int
+
+
+class Opened(msgspec.Struct, array_like=True):
+    window: bytes
+    why: str = ""
+
+
+class Release(msgspec.Struct, array_like=True, tag="release"):
+    """To a worker of the other instance: nobody will read through this window any more. ``read``: its blocks were taken."""
+
+    window: bytes
+    read: bool
+
+
+class Windows:
+    """Asks the workers of this instance for windows, over links of its own."""
+
+    def __init__(self, places: Sequence[Place], settings: Settings) -> None:
+        self.addresses = [_advertised(place.address, settings.advertise) for place in places]
+        self._ttl_ms = settings.window_ttl_ms
+        self._places = places
+        self._node = Node(secret=settings.node_secret, program="kvferry-vllm-scheduler", copy_threads=1)
+        self._links: dict[str, Link] = {}
+
+    def open(self, request_id: str, blocks: list[int]) -> list[bytes]:
+        """The names of the windows, by rank. :raises KvferryError: one of the workers gave none."""
+        answers = []
+        for place in self._places:
+            asked = msgspec.msgpack.encode(Open(place.token, request_id, blocks, self._ttl_ms))
+            answers.append(self._link(place.address).call_async(asked, timeout_ms=OPENING_MS))
+        names = []
+        for answer in answers:
+            opened = msgspec.msgpack.decode(answer.wait(OPENING_MS), type=Opened)
+            if opened.why:
+                raise DeadlineExceeded(opened.why)
+            names.append(opened.window)
+        return names
+
+    def _link(self, address: str) -> Link:
+        link = self._links.get(address)
+        if link is None or not link.alive:
+            link = self._links[address] = self._node.link(address, timeout_ms=OPENING_MS)
+        return link
+
+    def close(self) -> None:
+        self._node.close()
+
+
+def write(
+    addresses: list[str],
+    windows: list[bytes],
+    blocks: list[int],
+    tokens: int,
+    geometry: str,
+    model: str,
+    engine_id: str,
+    request_id: str,
+) -> dict[str, object]:
+    host, _, port = addresses[0].rpartition(":")
+    return {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_engine_id": engine_id,
+        "remote_request_id": request_id,
+        "remote_block_ids": blocks,
+        "remote_host": host,
+        "remote_port": int(port),
+        "remote_num_tokens": tokens,
+        "tp_size": len(windows),
+        "kvferry_addresses": addresses,
+        "kvferry_windows": [name.hex() for name in windows],
+        "kvferry_geometry": geometry,
+        "kvferry_model": model,
+    }
+
+
+def read(params: Mapping[str, Any]) -> Handed:
+    """:raises InvalidArgument: they are not what :func:`write` makes, and the sentence says what is wrong."""
+    try:
+        given = msgspec.convert({name: params[name] for name in _NEEDED if name in params}, type=_Words, strict=True)
+        windows = [bytes.fromhex(name) for name in given.kvferry_windows]
+    except (msgspec.ValidationError, ValueError) as error:
+        raise InvalidArgument(
+            f"its kv_transfer_params are none of kvferry's ({error}): both instances must run kvferry's connector"
+        ) from None
+    if len(windows) != len(given.kvferry_addresses) or not windows:
+        raise InvalidArgument("its kv_transfer_params name another number of windows than of workers")
+    return Handed(
+        given.kvferry_addresses,
+        windows,
+        given.remote_block_ids,
+        given.remote_num_tokens,
+        given.kvferry_geometry,
+        given.kvferry_model,
+    )
+
+
+class _Words(msgspec.Struct):
+    remote_block_ids: list[int]
+    remote_num_tokens: int
+    kvferry_addresses: list[str]
+    kvferry_windows: list[str]
+    kvferry_geometry: str
+    kvferry_model: str
+
+
+_NEEDED = _Words.__struct_fields__
+
+
+def new_token() -> bytes:
+    return secrets.token_bytes(16)
+
+
+def _advertised(address: str, host: str) -> str:
+    return f"{host}:{address.rpartition(':')[2]}" if host else address

@@ -1,0 +1,212 @@
+"""Two vLLM servers, one that prefills and one that decodes, the router of examples/ before them, and a pool beside them."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllm_support import ROOT, STARTS_WITHIN_S, Server, free_port, make_model, prompt, transfer_config
+
+pytestmark = [pytest.mark.vllm, pytest.mark.deadline(500)]
+
+LENGTH = 300
+ASKED = {"do_remote_decode": True, "do_remote_prefill": False}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model"))
+
+
+class Pair:
+    """A prefill and a decode server without a pool, and a router."""
+
+    def __init__(self, model: Path, folder: Path, **extra: Any) -> None:
+        self.model, self.folder, self.extra = model, folder, {"pool": "off"} | extra
+        self.prefill, self.decode = self.start("prefill", 0), self.start("decode", 1)
+        try:
+            self.prefill.wait()
+            self.decode.wait()
+            self.port = free_port()
+            words = ["--port", str(self.port), "--prefill", self.prefill.url, "--decode", self.decode.url]
+            self.router = subprocess.Popen([sys.executable, str(ROOT / "examples" / "router.py"), *words])
+        except BaseException:
+            self.prefill.kill()
+            self.decode.kill()
+            raise
+
+    def start(self, name: str, core: int, port: int = 0) -> Server:
+        role = {"prefill": "kv_producer", "decode": "kv_consumer"}[name]
+        return Server(self.model, transfer_config(role, **self.extra), self.folder / f"{name}.log", core, port=port)
+
+    def ask(self, tokens: list[int], **body: Any) -> dict[str, Any]:
+        import httpx
+
+        asked = {"model": "model", "prompt": tokens, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+        end = time.monotonic() + STARTS_WITHIN_S
+        while True:
+            try:
+                answer = httpx.post(
+                    f"http://127.0.0.1:{self.port}/v1/completions",
+                    json=asked | {"return_token_ids": True} | body,
+                    timeout=120,
+                )
+                break
+            except httpx.ConnectError:  # the router is still starting
+                assert time.monotonic() < end
+                time.sleep(0.1)
+        assert answer.status_code == 200, answer.text
+        return dict(answer.json())
+
+    def close(self) -> None:
+        self.router.terminate()
+        self.router.wait(20)
+        self.prefill.close()
+        self.decode.close()
+
+
+def tokens_of(answer: dict[str, Any]) -> list[int]:
+    return list(answer["choices"][0]["token_ids"])
+
+
+@pytest.fixture(scope="module")
+def pair(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    pair = Pair(model, tmp_path_factory.mktemp("pair"), window_ttl_ms=5000, pull_timeout_ms=3000)
+    yield pair
+    pair.close()
+
+
+def alone(pair: Pair, tokens: list[int]) -> list[int]:
+    """What the decode server answers by itself."""
+    return tokens_of(pair.decode.complete(tokens))
+
+
+def test_decode_goes_on_where_prefill_has_ended(pair: Pair) -> None:
+    tokens = prompt(100, LENGTH)
+    answer = tokens_of(pair.ask(tokens))
+    counted = pair.decode.metrics()
+    assert counted["tokens_used:handover"] == LENGTH
+    assert counted["external_prefix_cache_hits"] == LENGTH
+    assert answer == tokens_of(pair.prefill.complete(tokens))
+    time.sleep(0.2)
+    pair.prefill.complete([1, 2, 3])
+    assert pair.prefill.metrics()["handovers:given"] >= 1
+
+
+def test_a_stream_comes_through_the_router(pair: Pair) -> None:
+    import httpx
+
+    tokens = prompt(101, LENGTH)
+    asked = {"model": "model", "prompt": tokens, "max_tokens": 8, "temperature": 0, "ignore_eos": True, "stream": True}
+    found: list[int] = []
+    with httpx.stream(
+        "POST", f"http://127.0.0.1:{pair.port}/v1/completions", json=asked | {"return_token_ids": True}, timeout=60
+    ) as answer:
+        for line in answer.iter_lines():
+            if line.startswith("data: {"):
+                found += json.loads(line.removeprefix("data: "))["choices"][0].get("token_ids") or []
+    assert found == alone(pair, tokens)
+
+
+def test_a_decode_that_asks_again_computes(pair: Pair) -> None:
+    tokens = prompt(102, LENGTH)
+    given = pair.prefill.complete(tokens, 1, kv_transfer_params=ASKED)["kv_transfer_params"]
+    before = pair.decode.metrics()["tokens_used:handover"]
+    first = tokens_of(pair.decode.complete(tokens, kv_transfer_params=given))
+    assert pair.decode.metrics()["tokens_used:handover"] == before + LENGTH
+    # Its local cache has the full blocks; for the rest it asks through a window that is closed.
+    assert tokens_of(pair.decode.complete(tokens, kv_transfer_params=given)) == first
+
+
+def test_fifty_requests_at_once(pair: Pair) -> None:
+    prompts = [prompt(200 + number, 100 + 7 * number) for number in range(50)]
+    with ThreadPoolExecutor(50) as threads:
+        answers = [tokens_of(answer) for answer in threads.map(pair.ask, prompts)]
+    for tokens, answer in zip(prompts[::10], answers[::10], strict=True):
+        assert answer == tokens_of(pair.prefill.complete(tokens))
+    assert all(len(answer) == 8 for answer in answers)
+
+
+def test_clients_that_go_away_leave_nothing_behind(pair: Pair) -> None:
+    import httpx
+
+    for number in range(6):
+        asked = {"model": "model", "prompt": prompt(300 + number, LENGTH), "max_tokens": 500, "ignore_eos": True}
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"http://127.0.0.1:{pair.port}/v1/completions", json=asked, timeout=0.1 * (number + 1))
+    tokens = prompt(310, LENGTH)
+    assert tokens_of(pair.ask(tokens)) == alone(pair, tokens)
+    end = time.monotonic() + 60
+    while running(pair.decode) or running(pair.prefill) or usage(pair.decode) or usage(pair.prefill):
+        assert time.monotonic() < end, (usage(pair.prefill), usage(pair.decode))
+        time.sleep(0.5)
+
+
+def gauge(server: Server, name: str) -> float:
+    import httpx
+
+    lines = httpx.get(f"{server.url}/metrics", timeout=10).text.splitlines()
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(f"vllm:{name}" + "{"))
+
+
+def running(server: Server) -> float:
+    return gauge(server, "num_requests_running") + gauge(server, "num_requests_waiting")
+
+
+def usage(server: Server) -> float:
+    return gauge(server, "kv_cache_usage_perc")
+
+
+def test_prefill_killed_and_restarted(pair: Pair) -> None:
+    """Between the two halves of a request, and before one."""
+    tokens = prompt(400, LENGTH)
+    given = pair.prefill.complete(tokens, 1, kv_transfer_params=ASKED)["kv_transfer_params"]
+    pair.prefill.kill()
+    failed = tokens_of(pair.decode.complete(tokens, kv_transfer_params=given))
+    missed = {name: n for name, n in pair.decode.metrics().items() if name.startswith("tokens_missed")}
+    assert missed.get("tokens_missed:peer_lost", 0) >= LENGTH, missed
+    other = prompt(401, LENGTH)
+    assert tokens_of(pair.ask(other)) == alone(pair, other), "the router does without"
+
+    pair.prefill = pair.start("prefill", 0, pair.prefill.port).wait()
+    assert failed == tokens_of(pair.prefill.complete(tokens))
+    fresh = prompt(402, LENGTH)
+    given = pair.prefill.complete(fresh, 1, kv_transfer_params=ASKED)["kv_transfer_params"]
+    before = pair.decode.metrics()["tokens_used:handover"]
+    pair.decode.complete(fresh, kv_transfer_params=given)
+    assert pair.decode.metrics()["tokens_used:handover"] == before + LENGTH
+
+
+def test_prefill_that_stands_still_costs_a_wait_and_no_answer(pair: Pair) -> None:
+    tokens = prompt(410, LENGTH)
+    given = pair.prefill.complete(tokens, 1, kv_transfer_params=ASKED)["kv_transfer_params"]
+    pair.prefill.signal(signal.SIGSTOP)
+    try:
+        stopped = tokens_of(pair.decode.complete(tokens, kv_transfer_params=given))
+    finally:
+        pair.prefill.signal(signal.SIGCONT)
+    assert stopped == tokens_of(pair.prefill.complete(tokens))
+
+
+def test_decode_killed_and_restarted(pair: Pair) -> None:
+    """Nobody comes for the blocks: prefill has them back when their time is up."""
+    tokens = prompt(420, LENGTH)
+    given = pair.prefill.complete(tokens, 1, kv_transfer_params=ASKED)["kv_transfer_params"]
+    assert given["do_remote_prefill"] and usage(pair.prefill) > 0
+    pair.decode.kill()
+    end = time.monotonic() + 60
+    while usage(pair.prefill) > 0:
+        assert time.monotonic() < end
+        time.sleep(0.2)
+    assert pair.prefill.metrics()["handovers:expired"] >= 1
+    pair.decode = pair.start("decode", 1, pair.decode.port).wait()
+    given = pair.prefill.complete(tokens, 1, kv_transfer_params=ASKED)["kv_transfer_params"]
+    pair.decode.complete(tokens, kv_transfer_params=given)
+    assert pair.decode.metrics()["tokens_used:handover"] == LENGTH
