@@ -1,14 +1,14 @@
 // Waiting a moment before sleeping. Waking a thread that sleeps on another core costs tens of microseconds where the core
 // has to be woken too, more than the answer to a small request takes, and what runs there next finds its caches cold. So
 // whoever expects something soon looks for it for a while, and only as long as looking pays: after vain attempts it looks
-// more and more rarely. Where what it slept for came soon after all, it looks for longer from then on, with a bow to
-// whoever else wants the core; a peer whose program thinks for that long between two requests is met awake.
+// more and more rarely. Where it slept and what it waited for came soon after all, it looks for longer, so that a peer whose
+// program thinks for a while between two requests is met awake; if that is in vain, as on a core that both ends share, it
+// tries again after more and more of such waits.
 #pragma once
 
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
-#include <thread>
 
 #include "clock.hpp"
 
@@ -19,38 +19,49 @@ class Spin {
   static constexpr std::int64_t near_ns = 50'000, far_ns = 250'000;
 
   // Calls found() again and again until it is true (then true) or the time is over, unless it does not pay at present.
-  template <class Found>
-  bool until(Found&& found) {
-    if (skip_.load(std::memory_order_relaxed) > 0) {
-      skip_.fetch_sub(1, std::memory_order_relaxed);
-      return false;
+  // `clock` gives the time in nanoseconds.
+  template <class Found, class Clock = std::int64_t (*)()>
+  bool until(Found&& found, Clock&& clock = now_ns) {
+    if (passes_over(skip_)) return false;
+    const bool far = far_.load(std::memory_order_relaxed);
+    const std::int64_t began = clock();
+    for (std::int64_t passed = 0; passed < (far ? far_ns : near_ns); passed = clock() - began) {
+      if (!found()) continue;
+      vain_.store(0, std::memory_order_relaxed);
+      if (passed >= near_ns) far_vain_.store(0, std::memory_order_relaxed);
+      return true;
     }
-    const auto began = now_ns();
-    const auto longest = far_.load(std::memory_order_relaxed) ? far_ns : near_ns;
-    for (std::int64_t passed = 0; passed < longest; passed = now_ns() - began) {
-      if (passed >= near_ns) std::this_thread::yield();
-      if (found()) {
-        vain_.store(0, std::memory_order_relaxed);
-        return true;
-      }
+    in_vain(vain_, skip_);
+    if (far) {
+      far_.store(false, std::memory_order_relaxed);
+      in_vain(far_vain_, far_skip_);
     }
-    const int vain = std::min(vain_.load(std::memory_order_relaxed) + 1, 7);
-    vain_.store(vain, std::memory_order_relaxed);
-    skip_.store((1 << vain) - 1, std::memory_order_relaxed);  // up to 127 times
     return false;
   }
 
-  // It came after a sleep, so long after the wait for it had begun, looking included.
+  // What was waited for came after a sleep, and so long after the wait had begun, looking included.
   void slept(std::int64_t waited_ns) noexcept {
-    const bool soon = waited_ns < far_ns;
-    far_.store(soon, std::memory_order_relaxed);
-    if (!soon) return;
-    vain_.store(0, std::memory_order_relaxed);
+    if (waited_ns >= far_ns || passes_over(far_skip_)) return;
+    far_.store(true, std::memory_order_relaxed);
     skip_.store(0, std::memory_order_relaxed);
   }
 
  private:
-  std::atomic<int> vain_{0}, skip_{0};
+  using Count = std::atomic<int>;
+
+  static bool passes_over(Count& skip) noexcept {
+    if (skip.load(std::memory_order_relaxed) <= 0) return false;
+    skip.fetch_sub(1, std::memory_order_relaxed);
+    return true;
+  }
+  static void in_vain(Count& vain, Count& skip) noexcept {
+    const int times = std::min(vain.load(std::memory_order_relaxed) + 1, 7);
+    vain.store(times, std::memory_order_relaxed);
+    skip.store((1 << times) - 1, std::memory_order_relaxed);  // up to 127 times
+  }
+
+  Count vain_{0}, skip_{0};          // of looking at all
+  Count far_vain_{0}, far_skip_{0};  // of looking for long
   std::atomic<bool> far_{false};
 };
 
