@@ -224,6 +224,7 @@ class Raw:
     def __init__(self, address: str) -> None:
         self.node = kvferry.Node()
         self.link = self.node.link(address, 10_000)
+        self.number = 0  # of the last reservation or lease
 
     def space(self, namespace: str = "test", fingerprint: bytes = b"") -> int:
         return int(self.ask(messages.Open(messages.VERSION, namespace, b"", fingerprint, None)).space)
@@ -233,14 +234,16 @@ class Raw:
 
     def reserve(self, space: int, keys: "list[bytes]", size_bytes: int, left_ms: int) -> Any:
         sizes = np.full(len(keys), size_bytes, np.uint64).tobytes()
-        return self.ask(messages.Reserve(space, keys, sizes, None, None, left_ms, False, []))
+        self.number += 1
+        return self.ask(messages.Reserve(self.number, space, keys, sizes, None, None, left_ms, False, []))
 
     def lookup(self, space: int, keys: "list[bytes]", size_bytes: int, left_ms: int) -> Any:
         sizes = np.full(len(keys), size_bytes, np.uint64).tobytes()
-        return self.ask(messages.Lookup(space, keys, sizes, left_ms, []))
+        self.number += 1
+        return self.ask(messages.Lookup(self.number, space, keys, sizes, left_ms, []))
 
-    def release(self, lease: int) -> None:
-        self.link.send(messages.encode(messages.Release([lease])))
+    def release(self, number: int) -> None:
+        self.link.send(messages.encode(messages.Release([number])))
 
     def close(self) -> None:
         with contextlib.suppress(kvferry.KvferryError):

@@ -17,6 +17,7 @@ import pytest
 
 import kvferry
 from kvferry.pool import client, messages
+from kvferry.pool.outcome import Outcome
 from kvferry.pool.values import of_buffers
 from pool_support import NodeProcess, Nodes, block_bytes_of, names, until
 
@@ -401,10 +402,36 @@ print(pool.save(["k"], buffers=[np.arange(100, dtype=np.uint8)]).prefix)
         assert (into == np.arange(100)).all()
 
 
+def test_an_outcome_is_read_without_waiting_for_whoever_reads_another() -> None:
+    """Who forks while another thread reads one would leave the child waiting for ever."""
+
+    class Slow(np.ndarray[Any, Any]):
+        def tolist(self) -> Any:
+            reading.set()
+            assert read.wait(20)
+            return super().tolist()
+
+    reading, read = threading.Event(), threading.Event()
+    slow = Outcome(np.zeros(3, np.uint8).view(Slow), 0, 1.0)
+    thread = threading.Thread(target=lambda: slow.outcomes)
+    thread.start()
+    assert reading.wait(20)
+    other: list[Any] = []
+    quick = Outcome(np.zeros(3, np.uint8), 0, 1.0)
+    beside = threading.Thread(
+        target=lambda: other.extend([quick.outcomes, quick.prefix, quick.reasons, quick.ok]), daemon=True
+    )
+    beside.start()
+    beside.join(5)
+    read.set()
+    thread.join(20)
+    assert other[:2] == [["hit"] * 3, 3]
+
+
 def test_messages_are_what_they_say() -> None:
-    asked = messages.Lookup(3, [b"a", b"b"], np.array([1, 2], np.uint64).tobytes(), 250, [4])
+    asked = messages.Lookup(9, 3, [b"a", b"b"], np.array([1, 2], np.uint64).tobytes(), 250, [4])
     assert messages.decode_request(messages.encode(asked)) == asked
-    answer = messages.Leased(1, b"\0\3", [b"name"], [b"told"], b"\0\0", b"\0" * 8, b"")
+    answer = messages.Leased(b"\0\3", [b"name"], [b"told"], b"\0\0", b"\0" * 8, b"")
     assert messages.decode_answer(messages.encode(answer)) == answer
 
 

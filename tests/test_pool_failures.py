@@ -442,13 +442,68 @@ def test_a_client_that_reserves_and_never_commits_loses_its_places(peers: Peers,
     node = peers(NODE, f"unix:{tmp_path}/n.sock", MIB, name="node")
     raw = Raw(node.call("address"))
     space = raw.space()
-    reserved = raw.reserve(space, names(17), 60_000, 200)
+    raw.reserve(space, names(17), 60_000, 200)
     assert raw.reserve(space, [b"one more"], 60_000, 0).codes == bytes([messages.code_of("full")])
     drained(node)
     until(lambda: raw.reserve(space, [b"one more"], 60_000, 0).codes == bytes([messages.code_of("saved")]))
-    assert raw.ask(messages.Commit(reserved.reservation, [], b"")).word == "internal"
+    assert raw.ask(messages.Commit(1, [], b"")).word == "internal"
     assert set(raw.lookup(space, names(17), 60_000, 100).codes) == {messages.code_of("never_saved")}
     raw.close()
+
+
+def test_what_nobody_waits_for_any_more_ends_at_once_also_before_it_has_come(
+    raws: Callable[[str], Raw], nodes: Nodes
+) -> None:
+    raw = raws(nodes("1MiB").address)
+    space = raw.space()
+    saved = bytes([messages.code_of("saved")])
+    assert raw.reserve(space, [b"a"], 900_000, 60_000).codes == saved
+    raw.release(raw.number)
+    until(lambda: raw.reserve(space, [b"b"], 900_000, 60_000).codes == saved)
+    assert raw.ask(messages.Commit(raw.number, [], b"")).codes == saved
+
+    def refused() -> bool:
+        raw.release(raw.number + 1)  # over a connection of its own it may come before what it ends
+        time.sleep(0.01)
+        return getattr(raw.lookup(space, [b"b"], 900_000, 60_000), "word", "") == "invalid"
+
+    until(refused)
+    assert raw.lookup(space, [b"b"], 900_000, 60_000).windows  # none is remembered for longer than that
+
+
+@pytest.mark.parametrize("verb", ["save", "load"])
+def test_a_call_that_a_signal_handler_ends_leaves_nothing_pending_and_nothing_in_use(nodes: Nodes, verb: str) -> None:
+    class Enough(BaseException):
+        pass
+
+    def enough(*_: object) -> None:
+        raise Enough
+
+    node = nodes("8MiB")
+    keys, values = names(400), np.zeros((400, 8 << 10), np.uint8)
+    ended = 0
+    with kvferry.Pool.connect(node.address) as pool, kvferry.Pool.connect(node.address) as other:
+        before = signal.signal(signal.SIGALRM, enough)
+        try:
+            for turn in range(120):
+                if verb == "load":
+                    other.save(keys, buffers=rows_of(values), timeout_ms=10_000)
+                try:
+                    signal.setitimer(signal.ITIMER_REAL, 0.0002 + turn % 40 * 0.00015)
+                    getattr(pool, verb)(keys, buffers=rows_of(values), timeout_ms=60_000)
+                    signal.setitimer(signal.ITIMER_REAL, 0)
+                except Enough:
+                    ended += 1
+                other.clear()
+                # It needs the place of whatever the call may have held.
+                whole = [np.ones(7 << 20, np.uint8)]
+                until(lambda: other.save([b"whole"], buffers=whole, timeout_ms=10_000).prefix == 1)  # noqa: B023
+                assert other.exists(keys).reasons == Counter(never_saved=400)
+                other.clear()
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+    assert ended > 10
 
 
 def test_what_has_expired_is_neither_written_nor_committed_nor_read(raws: Callable[[str], Raw], nodes: Nodes) -> None:
@@ -462,11 +517,11 @@ def test_what_has_expired_is_neither_written_nor_committed_nor_read(raws: Callab
     time.sleep(0.8)
     with pytest.raises(kvferry.CacheNotFound):
         raw.link.push(kvferry.MEMORY, to=_window(reserved), spans=spans)
-    assert raw.ask(messages.Commit(reserved.reservation, [], b"")).word == "internal"
+    assert raw.ask(messages.Commit(raw.number, [], b"")).word == "internal"
     again = raw.reserve(space, [b"k"], 1000, 5000)
     spans[0, 1] = np.frombuffer(again.offsets, np.uint64)[0]
     raw.link.push(kvferry.MEMORY, to=_window(again), spans=spans)
-    assert raw.ask(messages.Commit(again.reservation, [], b"")).codes == bytes([messages.code_of("saved")])
+    assert raw.ask(messages.Commit(raw.number, [], b"")).codes == bytes([messages.code_of("saved")])
     lease = raw.lookup(space, [b"k"], 1000, 0)
     into = np.zeros(1000, np.uint8)
     back = np.array([[np.frombuffer(lease.offsets, np.uint64)[0], into.ctypes.data, 1000]], np.int64)
@@ -530,7 +585,7 @@ def test_a_node_whose_memory_is_all_in_use_refuses_the_rest_and_keeps_what_there
         values = block_bytes_of(1, 24, 64 << 10)
         assert pool.save(names(8), buffers=rows_of(values[:8])).prefix == 8
         raw = raws(node.address)
-        leased = raw.lookup(raw.space(), names(8), 64 << 10, 60_000)
+        raw.lookup(raw.space(), names(8), 64 << 10, 60_000)
         saved = pool.save(names(24), buffers=rows_of(values), timeout_ms=5000)
         assert saved.reasons == Counter(present=8, saved=8, full=8) and saved.prefix == 16
         again = pool.save(names(24), buffers=rows_of(values), timeout_ms=5000)
@@ -539,7 +594,7 @@ def test_a_node_whose_memory_is_all_in_use_refuses_the_rest_and_keeps_what_there
         loaded = pool.load(names(24), buffers=rows_of(into), timeout_ms=5000)
         assert loaded.ok[:8].all()
         assert all((into[i] == values[i]).all() if loaded.ok[i] else not into[i].any() for i in range(24))
-        raw.release(leased.lease)
+        raw.release(raw.number)
         until(lambda: pool.save(names(16, "new"), buffers=rows_of(values[:16]), timeout_ms=5000).prefix == 16)
 
 
@@ -773,9 +828,9 @@ def a_request(chance: random.Random, taken: "list[int]") -> Any:
             messages.Open(chance.choice([messages.VERSION, 0, 9]), chance.choice(["", "test", "x\0y"]), b"d" * chance.randrange(2),
                           b"f" * chance.randrange(40), chance.choice([None, -5, 0, 1, 2**63])),
             messages.Exists(number(), keys),
-            messages.Lookup(number(), keys, sizes, number(), [number() for _ in range(chance.randrange(3))]),
+            messages.Lookup(number(), number(), keys, sizes, number(), [number() for _ in range(chance.randrange(3))]),
             messages.Release([*taken, number()]),
-            messages.Reserve(number(), keys, sizes, chance.choice([None, b"", b"k"]), chance.choice([None, number()]), number(),
+            messages.Reserve(number(), number(), keys, sizes, chance.choice([None, b"", b"k"]), chance.choice([None, number()]), number(),
                              truth(), []),
             messages.Commit(reservation, [number() for _ in range(chance.randrange(3))], chance.choice([b"", b"12345678", b"1"])),
             messages.Remove(number(), keys),
@@ -794,8 +849,10 @@ def test_no_message_that_a_client_can_send_ends_a_node(peers: Peers, tmp_path: A
     with kvferry.Pool.connect(address, namespace="somebody") as pool:
         assert pool.save(keys, buffers=rows_of(values), timeout_ms=10_000).prefix == 64
         owner = Raw(address)
-        mine = owner.reserve(owner.space("somebody"), [b"mine"], 64, 60_000)
-        theirs = owner.lookup(owner.space("somebody"), keys[:4], 4096, 60_000)
+        owner.reserve(owner.space("somebody"), [b"mine"], 64, 60_000)
+        mine = owner.number
+        owner.lookup(owner.space("somebody"), keys[:4], 4096, 60_000)
+        theirs = owner.number
         raw = Raw(address)
         raw.space()
         words = [b"", b"\xc1", b"\x91", b"\xdd\xff\xff\xff\xff", b"\xc6\xff\xff\xff\xff", b"\x91" * 100_000, bytes(100)]
@@ -808,7 +865,7 @@ def test_no_message_that_a_client_can_send_ends_a_node(peers: Peers, tmp_path: A
                     [chance.choice([*range(10), 11, 64, -1]), *(anything(chance) for _ in range(chance.randrange(8)))]
                 )
             else:
-                payload = messages.encode(a_request(chance, [mine.reservation, theirs.lease]))
+                payload = messages.encode(a_request(chance, [mine, theirs]))
             if not payload:
                 continue
             with contextlib.suppress(kvferry.InternalError, msgspec.DecodeError):
@@ -823,7 +880,7 @@ def test_no_message_that_a_client_can_send_ends_a_node(peers: Peers, tmp_path: A
                 assert all((into[n] == word_of(int(n))).all() for n in np.flatnonzero(loaded.ok))
                 assert loaded.ok[:4].all(), "a lease was ended by another than its owner"
         # Neither the reservation nor the lease of another was touched.
-        assert owner.ask(messages.Commit(mine.reservation, [], b"")).codes == bytes([messages.code_of("saved")])
+        assert owner.ask(messages.Commit(mine, [], b"")).codes == bytes([messages.code_of("saved")])
         raw.close()
         owner.close()
         assert pool.save(["after"], buffers=[[values[0]]], timeout_ms=10_000).prefix == 1

@@ -130,6 +130,9 @@ def test_v1_calls_on_a_v0_object_say_what_to_do(open_cc: Callable[..., Any]) -> 
     cc = open_cc()
     with refused("CcConfig_v1"):
         cc.save(slot_mapping=[0], hashes=[1], offsets=[1], option=OPTION)
+    for verb in ("save", "load", "async_save", "async_load"):
+        with refused("CcConfig_v1"):
+            getattr(cc, verb)([0], [1], [1], OPTION)
     with refused("CcConfig_v1"):
         cc.register_kvcache(kv_cache())
 

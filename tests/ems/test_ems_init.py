@@ -38,6 +38,12 @@ def test_without_a_configuration_context_caching_is_off() -> None:
     Ems.init(EmsConfig())
     assert Ems.get_cc() is None
     assert Ems.check_health() is True
+    Ems.init(EmsConfig())
+    Ems.init(EmsConfig(cc_config=CcConfig(**V0)))  # it is not off for ever
+    first = Ems.get_cc()
+    assert type(first) is ContextCaching
+    Ems.init(EmsConfig())
+    assert Ems.get_cc() is first
 
 
 def test_a_second_init_changes_nothing() -> None:

@@ -77,6 +77,7 @@ def test_exists_counts_the_leading_run(cc: Any) -> None:
     cc.save(OPTION, ["a", PrimaryKey("a", "b")], [[buffer(one)] for one in values(2)])
     assert cc.exists(["a", PrimaryKey("a", "b"), "c"]) == CcResult(2, 3)
     assert cc.exists(["c", "a"], OPTION) == CcResult(0, 2)
+    assert cc.exists(key_list=["a", "c"], option=OPTION) == cc.exists(hashes=["a", "c"]) == CcResult(1, 2)
 
 
 def test_models_and_tenants_do_not_see_each_others_values(real_cc: Callable[..., Any]) -> None:

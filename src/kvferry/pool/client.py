@@ -23,19 +23,20 @@ from kvferry.arrays import Memory, recognise
 from kvferry.errors import InvalidArgument, NodeClosed
 from kvferry.link import Link
 from kvferry.node import Node
-from kvferry.options import checked_timeout, one_of, shown, text, truth, whole
+from kvferry.options import LONGEST_MS, checked_timeout, one_of, shown, text, truth, whole
 from kvferry.pool import embedded, messages, places, routing
 from kvferry.pool import keys as key_rules
 from kvferry.pool.membership import Member, Membership, StaticMembership
 from kvferry.pool.messages import LONGEST_KEY, code_of
 from kvferry.pool.moving import Moving, Way, moves_of, ms_left, pulling, pushing
 from kvferry.pool.outcome import SUCCESSES, Codes, Outcome
-from kvferry.pool.peer import Peer, Space, Unreachable
+from kvferry.pool.peer import TOLD_AT_ONCE_BYTES, Peer, Space, Unreachable
 from kvferry.pool.values import U64, Spans, Values, of_blocks, of_buffers
 from kvferry.pool.workers import Future, Workers
 
 __all__ = ["Pool"]
 
+SHORT_LEASE_MS = 2000  # of what moves in a moment, and whose end is told with the next request, if ever
 THREADS = 8
 BESIDE = 64  # those that wait for nodes that stand still must leave some for the others
 TRANSPORTS = ("map", "cma", "socket")
@@ -78,6 +79,9 @@ class _Batch:
     apart: bool = False  # carried out by another thread than its caller's, who may give it up meanwhile
     size_bytes: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
+    held: set[tuple[Peer, Link, int]] = field(
+        default_factory=set
+    )  # reservations and leases whose end is still to be told
     _moving: list[Moving] = field(default_factory=list)
     _given_up: bool = False
 
@@ -93,18 +97,26 @@ class _Batch:
         return moving
 
     def give_up(self) -> None:
-        """No thread moves anything for it any more when this has ended, whatever a signal handler raises meanwhile."""
+        """No thread moves anything for it any more when this has ended, and the nodes have been told that they may have
+        back what they hold for it, whatever a signal handler raises meanwhile."""
         interrupted: BaseException | None = None
-        while not self._given_up or any(not one.ended for one in self._moving):
+        while not self._given_up or any(not one.ended for one in self._moving) or self.held:
             try:
                 with self.lock:
                     self._given_up = True
                 for one in self._moving:
                     one.give_up()
+                for held in list(self.held):
+                    self.over(*held)
             except BaseException as error:  # noqa: BLE001 - raised below
                 interrupted = error
         if interrupted is not None:
             raise interrupted
+
+    def over(self, peer: Peer, link: Link, number: int) -> None:
+        """The node may have back what it holds, or is about to hold, under this number; of a save nothing is published."""
+        peer.give_up(link, number)
+        self.held.discard((peer, link, number))
 
     def lost(self, keys: Indices, word: str) -> None:
         """Those of ``keys`` that have not come to anything come to ``word``."""
@@ -378,7 +390,8 @@ class Pool:
 
     def remove(self, keys: Any, *, routes: Any = None, timeout_ms: int = 1000) -> int:
         """Drops values, and the copies of them on this host; how many values there were. What a node that cannot be
-        reached holds, stays, and so do copies on other hosts."""
+        reached holds, stays, and so do copies on other hosts; what it has not answered for in time may have gone, and is not
+        counted."""
         batch = self._batch(keys, routes, None, timeout_ms)
         removed: list[int] = []
 
@@ -689,48 +702,57 @@ class Pool:
         values = batch.values
         assert values is not None
         link = peer.reach(until)
+        number, through, sizes = next(peer.numbers), False, values.totals[chosen]
         request = messages.Lookup(
+            number,
             peer.space(space, until, link),
             _picked(batch.keys, chosen),
-            values.totals[chosen].tobytes(),
-            ms_left(batch.until),
+            sizes.tobytes(),
+            min(ms_left(batch.until), SHORT_LEASE_MS if int(sizes.sum()) < TOLD_AT_ONCE_BYTES else LONGEST_MS),
             peer.released(link),
         )
-        asked = peer.asking(request, messages.Leased, until, link, beside)
-        yield
-        leased = asked()
-        codes = np.frombuffer(leased.codes, np.uint8)
-        found = chosen if leased.codes.count(HIT) == len(chosen) else chosen[codes == HIT]
         lost: list[tuple[Indices, int]] = []
-        if len(found):
-            size_bytes = values.bytes_of(found)
+        moving: list[tuple[Indices, U64, Moving]] = []
+        size_bytes = 0
+        batch.held.add((peer, link, number))
+        try:
+            asked = peer.asking(request, messages.Leased, until, link, beside)
+            yield
+            leased = asked()
+            codes = np.frombuffer(leased.codes, np.uint8)
+            found = chosen if leased.codes.count(HIT) == len(chosen) else chosen[codes == HIT]
+            size_bytes = values.bytes_of(found) if len(found) else 0
             offsets = np.frombuffer(leased.offsets, np.uint64)
             verified = bool(leased.checksums) and self._verifies(peer)
             expected = np.frombuffer(leased.checksums if verified else b"", np.uint64)
-            moving: list[tuple[Indices, U64, Moving]] = []
-            try:
-                for number, mine in enumerate(_by_window(leased.window_of, len(leased.windows))):
-                    way = pulling(link, leased.windows[number], leased.resolutions[number])
-                    which = found[mine]
-                    spans = values.spans(which, offsets[mine], to_node=False)
-                    sums = expected[mine] if verified else expected
-                    moving.append((which, sums, batch.move(way, spans, beside)))
+            for at, mine in enumerate(_by_window(leased.window_of, len(leased.windows))):
+                way = pulling(link, leased.windows[at], leased.resolutions[at])
+                which = found[mine]
+                spans = values.spans(which, offsets[mine], to_node=False)
+                sums = expected[mine] if verified else expected
+                moving.append((which, sums, batch.move(way, spans, beside)))
+            if moving:
                 yield
-                for which, sums, move in moving:
-                    if word := move.end():
-                        peer.says(move.why)
-                        lost.append((which, code_of(word)))
-                    elif verified:
-                        seen = values.checksums(which, _seeds(space, batch.keys, which))
-                        wrong = which[(seen != sums) & (sums != NO_CHECKSUM)]
-                        if len(wrong):
-                            lost.append((wrong, CORRUPTED))
-                            self._drop(peer, link, request.space, _picked(batch.keys, wrong), batch.until)
-            finally:
-                for _, _, move in moving:
-                    move.give_up()
-                peer.release(link, leased.lease, size_bytes)
-            batch.moved(size_bytes - sum(values.bytes_of(which) for which, _ in lost))
+            for which, sums, move in moving:
+                if word := move.end():
+                    peer.says(move.why)
+                    lost.append((which, code_of(word)))
+                elif verified:
+                    seen = values.checksums(which, _seeds(space, batch.keys, which))
+                    wrong = which[(seen != sums) & (sums != NO_CHECKSUM)]
+                    if len(wrong):
+                        lost.append((wrong, CORRUPTED))
+                        self._drop(peer, link, request.space, _picked(batch.keys, wrong), batch.until)
+            through = True
+        finally:
+            for _, _, move in moving:
+                move.give_up()
+            if not through:
+                batch.over(peer, link, number)
+            elif moving:
+                peer.release(link, number, size_bytes)
+            batch.held.discard((peer, link, number))
+        batch.moved(size_bytes - sum(values.bytes_of(which) for which, _ in lost))
         batch.codes[chosen if len(chosen) < len(batch.codes) else ALL] = codes
         for which, code in lost:
             batch.codes[which] = code
@@ -753,7 +775,9 @@ class Pool:
         if ends is not None:
             continues, ends[peer] = ends.get(peer, b""), batch.keys[chosen[-1]]
         link = peer.reach(batch.until)
+        number, committed = next(peer.numbers), False
         request = messages.Reserve(
+            number,
             peer.space(space, batch.until, link),
             _picked(batch.keys, chosen),
             values.totals[chosen].tobytes(),
@@ -763,28 +787,29 @@ class Pool:
             copy,
             peer.released(link),
         )
-        asked = peer.asking(request, messages.Reserved, batch.until, link, beside)
-        yield
-        reserved = asked()
-        codes = np.frombuffer(reserved.codes, np.uint8).copy()
-        places = np.flatnonzero(codes == SAVED)
-        if len(places):
+        moving: list[tuple[Indices | slice, Moving]] = []
+        batch.held.add((peer, link, number))
+        try:
+            asked = peer.asking(request, messages.Reserved, batch.until, link, beside)
+            yield
+            reserved = asked()
+            codes = np.frombuffer(reserved.codes, np.uint8).copy()
+            places = np.flatnonzero(codes == SAVED)
             offsets = np.frombuffer(reserved.offsets, np.uint64)
             failed: list[int] = []
             size_bytes = 0
             at_once = summed = self._verifies(peer) or (self._checksum == "auto" and peer.beyond_host)
             checksums = np.zeros(len(places) if summed else 0, np.uint64)
-            moving: list[tuple[Indices | slice, Moving]] = []
-            committed = False
             try:
-                for number, mine in enumerate(_by_window(reserved.window_of, len(reserved.windows))):
-                    way = pushing(link, reserved.windows[number])
+                for at, mine in enumerate(_by_window(reserved.window_of, len(reserved.windows))):
+                    way = pushing(link, reserved.windows[at])
                     spans = values.spans(chosen[places[mine]], offsets[mine], to_node=True)
                     # Of a file that is cut short meanwhile the copying tells, and the sums would end this process.
                     at_once &= summed and not self._node._core.check_memory(moves_of(spans), False)
                     moving.append((mine, batch.move(way, spans, beside or summed)))
-                yield
-                if at_once:  # while the bytes move
+                if moving:
+                    yield
+                if moving and at_once:  # while the bytes move
                     checksums = values.checksums(chosen[places], _seeds(space, batch.keys, chosen[places]))
                 for mine, move in moving:
                     which = chosen[places[mine]]
@@ -797,26 +822,25 @@ class Pool:
                     size_bytes += values.bytes_of(which)
                     if summed and not at_once:
                         checksums[mine] = values.checksums(which, _seeds(space, batch.keys, which))
-                commit = messages.Commit(reserved.reservation, failed, checksums.tobytes())
-                published = peer.asking(commit, messages.Flags, batch.until, link, beside)
-                yield
-                flags = np.frombuffer(published().codes, np.uint8)
+                if moving:
+                    commit = messages.Commit(number, failed, checksums.tobytes())
+                    published = peer.asking(commit, messages.Flags, batch.until, link, beside)
+                    yield
+                    flags = np.frombuffer(published().codes, np.uint8)
+                    codes[places] = np.where(SUCCESSES[codes[places]], flags, codes[places])
                 committed = True
             except Unreachable as why:
                 peer.says(str(why))
                 codes[places] = code_of(why.word)
-            finally:
-                for _, move in moving:
-                    move.give_up()
-                if not committed:  # nothing of it is published; the node has its places back at once
-                    everything = list(range(len(places)))
-                    peer.tell(link, messages.Commit(reserved.reservation, everything, b""))
-            if committed:
-                codes[places] = np.where(SUCCESSES[codes[places]], flags, codes[places])
-                if not copy:
-                    batch.moved(size_bytes)
+        finally:
+            for _, move in moving:
+                move.give_up()
+            if not committed:
+                batch.over(peer, link, number)
+            batch.held.discard((peer, link, number))
         if not copy:
             batch.codes[chosen] = codes
+            batch.moved(size_bytes if committed else 0)
 
     def _verifies(self, peer: Peer) -> bool:
         return not peer.same_host if self._checksum == "auto" else self._checksum == "always"

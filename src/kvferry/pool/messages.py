@@ -21,7 +21,7 @@ __all__ = [
     "encode",
 ]
 
-VERSION = 2  # of these messages; a client and a node of different versions do not talk
+VERSION = 3  # of these messages; a client and a node of different versions do not talk
 LONGEST_KEY = 255  # bytes
 MOST_KEYS = 1 << 16  # of one request: all others wait while a node answers it
 
@@ -68,8 +68,10 @@ class Exists(msgspec.Struct, array_like=True, tag=2):
 
 
 class Lookup(msgspec.Struct, array_like=True, tag=3):
-    """Leases what is there of ``keys`` for ``left_ms``. ``sizes``: u64 for each key. ``released``: earlier leases."""
+    """Leases what is there of ``keys`` for ``left_ms``. ``number``: what the asker calls the lease; none comes twice over a
+    link. ``sizes``: u64 for each key. ``released``: earlier leases."""
 
+    number: int
     space: int
     keys: list[bytes]
     sizes: bytes
@@ -78,13 +80,16 @@ class Lookup(msgspec.Struct, array_like=True, tag=3):
 
 
 class Release(msgspec.Struct, array_like=True, tag=4):
-    leases: list[int]
+    """Ends leases, and reservations without publishing them, also those whose answer the asker has not waited for."""
+
+    numbers: list[int]
 
 
 class Reserve(msgspec.Struct, array_like=True, tag=5):
     """Places for values that are about to come. ``continues``: each key continues the one before it, and the first one
-    this key, if it is not empty; None: they are no chain. ``released``: earlier leases, which would be in the way."""
+    this key, if it is not empty; None: they are no chain. ``number``, ``released``: as in a lookup."""
 
+    number: int
     space: int
     keys: list[bytes]
     sizes: bytes
@@ -98,7 +103,7 @@ class Reserve(msgspec.Struct, array_like=True, tag=5):
 class Commit(msgspec.Struct, array_like=True, tag=6):
     """``failed``: positions among the reserved ones whose bytes did not come. ``checksums``: u64 each, or nothing."""
 
-    reservation: int
+    number: int
     failed: list[int]
     checksums: bytes
 
@@ -136,9 +141,9 @@ class Flags(msgspec.Struct, array_like=True, tag=65):
 
 
 class Leased(msgspec.Struct, array_like=True, tag=66):
-    """Where the hits are, in the order of the keys: window number (u16) and offset in its segment (u64) of each."""
+    """Where the hits are, in the order of the keys: window number (u16) and offset in its segment (u64) of each. Without a
+    window there is no lease."""
 
-    lease: int  # 0: there was no hit
     codes: bytes
     windows: list[bytes]
     resolutions: list[bytes]  # of the windows, for the core: what their owner would answer if it were asked
@@ -150,7 +155,6 @@ class Leased(msgspec.Struct, array_like=True, tag=66):
 class Reserved(msgspec.Struct, array_like=True, tag=67):
     """The same for a save: where those go whose code is ``saved``; the others need nothing or get nothing."""
 
-    reservation: int
     codes: bytes
     windows: list[bytes]
     window_of: bytes

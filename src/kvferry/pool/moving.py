@@ -101,8 +101,10 @@ class Moving:
     def _in_words(self, do: Callable[[], None]) -> str:
         try:
             do()
-        except InvalidArgument:
-            raise
+        except InvalidArgument as error:
+            raise InvalidArgument(
+                f"memory that this call was given is not there (any more), as where a file has been cut short: {error}"
+            ) from error
         except KvferryError as error:
             self.why = str(error)
             if isinstance(error, CacheNotFound):

@@ -11,9 +11,10 @@ import secrets
 import shutil
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import compress
-from typing import Any
+from typing import Any, TypeAlias
 from weakref import finalize
 
 import msgspec
@@ -42,6 +43,11 @@ MARGIN_S = 0.5  # a lease outlives its client's deadline by this, for clocks and
 LONGEST_HOLD_S = 600.0
 MANY_SPACES = 64  # so many are kept before one looks which of them are still of use
 HELD_AGAIN_S = 1.0  # until a window that the kernel holds is tried again
+
+MOST_OVER = 256  # numbers of a link that are remembered
+
+Number: TypeAlias = tuple[int, int]
+"""The link, and what its other end calls a reservation or lease."""
 
 _CODES = {word: code_of(word) for word in messages.WORDS} | {RESERVED: code_of("saved")}
 
@@ -91,9 +97,11 @@ class PoolNode:
         self._next_space = 0
         self._many_spaces = MANY_SPACES
         self._opened_by: dict[int, set[int]] = {}  # link -> the spaces that it may name
-        self._held: dict[int, _Held] = {}
-        self._numbers: dict[int, int] = {}  # id() of what the store holds -> its number here
-        self._last = 0
+        self._held: dict[Number, _Held] = {}
+        self._numbers: dict[int, Number] = {}  # id() of what the store holds -> its number here
+        self._over: dict[
+            int, deque[int]
+        ] = {}  # link -> numbers that ended and were not there: they may be on their way
         self._kernel_held: list[tuple[list[bytes], Callable[[], None]]] = []
         self._try_again = 0.0
         self._stopping = False
@@ -165,8 +173,9 @@ class PoolNode:
     def _handle(self, call: Any) -> None:
         if isinstance(call, _core.LinkDown):
             self._opened_by.pop(call.link_id, None)
+            self._over.pop(call.link_id, None)
             for held in self._store.end_owner(call.link_id):
-                self._end(self._numbers.get(id(held), 0))
+                self._end(self._numbers.get(id(held)))
             return
         self._asked = time.monotonic()
         try:
@@ -190,7 +199,7 @@ class PoolNode:
         due = self._store.next_end
         if due is not None and due <= now:
             for held in self._store.expire(now):
-                self._end(self._numbers.get(id(held), 0))
+                self._end(self._numbers.get(id(held)))
         if self._kernel_held and now >= self._try_again:
             waiting, self._kernel_held = self._kernel_held, []
             self._try_again = now + HELD_AGAIN_S
@@ -244,7 +253,7 @@ class PoolNode:
         )
         codes = _codes(lease.outcomes)
         try:
-            number, windows, window_of, offsets = self._windows(lease, _core.READ, now)
+            windows, window_of, offsets = self._windows((call.link_id, request.number), lease, _core.READ, now)
         except BaseException:
             self._store.release(lease)
             raise
@@ -252,11 +261,16 @@ class PoolNode:
         if any(lease.checksums):
             checksums = np.array([c or 0 for c in compress(lease.checksums, lease.entries)], np.uint64).tobytes()
         told = [self._node._core.resolution(window) for window in windows]
-        return messages.Leased(number, codes, windows, told, window_of, offsets, checksums)
+        return messages.Leased(codes, windows, told, window_of, offsets, checksums)
 
     def _begun(self, request: messages.Lookup | messages.Reserve, call: Any) -> list[int]:
-        """What both begin with: earlier leases are over, and there is a size for each key."""
+        """What both begin with: earlier leases are over, this one is not yet, and there is a size for each key."""
         self._release_all(request.released, call)
+        if request.number in self._over.get(call.link_id, ()):
+            self._over[call.link_id].remove(request.number)
+            raise InvalidArgument(f"{request.number} has been given up")
+        if (call.link_id, request.number) in self._held:
+            raise InvalidArgument(f"there is a {request.number} already over this link")
         given = np.frombuffer(request.sizes, np.uint64)
         same = len(given) > 1 and bool((given == given[0]).all())
         sizes: list[int] = [int(given[0])] * len(given) if same else given.tolist()
@@ -267,13 +281,14 @@ class PoolNode:
         return sizes
 
     def _release(self, request: messages.Release, call: Any) -> None:
-        self._release_all(request.leases, call)
+        self._release_all(request.numbers, call)
 
-    def _release_all(self, leases: list[int], call: Any) -> None:
-        for number in leases:
-            held = self._held.get(number)
-            if held is not None and held.held.owner == call.link_id and isinstance(held.held, Lease):
-                self._end(number)
+    def _release_all(self, numbers: list[int], call: Any) -> None:
+        for number in numbers:
+            if (call.link_id, number) in self._held:
+                self._end((call.link_id, number))
+            else:
+                self._over.setdefault(call.link_id, deque(maxlen=MOST_OVER)).append(number)
 
     def _reserve(self, request: messages.Reserve, call: Any) -> msgspec.Struct:
         now = time.monotonic()
@@ -296,15 +311,16 @@ class PoolNode:
         )
         codes = _codes(saving.outcomes)
         try:
-            number, windows, window_of, offsets = self._windows(saving, _core.WRITE, now)
+            windows, window_of, offsets = self._windows((call.link_id, request.number), saving, _core.WRITE, now)
         except BaseException:
             self._store.abort(saving)
             raise
-        return messages.Reserved(number, codes, windows, window_of, offsets)
+        return messages.Reserved(codes, windows, window_of, offsets)
 
     def _commit(self, request: messages.Commit, call: Any) -> msgspec.Struct:
-        held = self._held.get(request.reservation)
-        if held is None or held.held.owner != call.link_id or not isinstance(held.held, Reservation):
+        number = call.link_id, request.number
+        held = self._held.get(number)
+        if held is None or not isinstance(held.held, Reservation):
             return messages.Failure("internal", "this reservation has ended")
         saving = held.held
         reserved = [*compress(range(len(saving.slabs)), saving.slabs)]
@@ -321,7 +337,7 @@ class PoolNode:
             outcomes = self._store.commit(saving, failed=failed, checksums=checksums, now=time.monotonic())
             codes = _codes([*compress(outcomes, saving.slabs)])
 
-        self._forget(request.reservation)
+        self._forget(number)
         if not self._close_windows(held.windows, publish):
             return messages.Failure("internal", "the kernel holds a copy into this reservation")
         return messages.Flags(codes)
@@ -360,12 +376,14 @@ class PoolNode:
 
     # --- windows -----------------------------------------------------------------------------------------------------
 
-    def _windows(self, held: "Reservation | Lease", access: int, now: float) -> tuple[int, list[bytes], bytes, bytes]:
-        """One window per segment over the places of ``held``: its number, their names, and for each place, in order, the
-        window that it lies in and where."""
+    def _windows(
+        self, number: Number, held: "Reservation | Lease", access: int, now: float
+    ) -> tuple[list[bytes], bytes, bytes]:
+        """One window per segment over the places of ``held``: their names, and for each place, in order, the window that it
+        lies in and where."""
         table = held.table()
         if not len(table):
-            return 0, [], b"", b""
+            return [], b"", b""
         first = int(table[0, 0])
         parts = [(first, table)]
         window_of = bytes(2 * len(table))
@@ -383,21 +401,20 @@ class PoolNode:
         except BaseException:
             self._close_windows(names, lambda: None)
             raise
-        self._last += 1
-        self._held[self._last] = _Held(held, names)
-        self._numbers[id(held)] = self._last
-        return self._last, names, window_of, table[:, 1].tobytes()
+        self._held[number] = _Held(held, names)
+        self._numbers[id(held)] = number
+        return names, window_of, table[:, 1].tobytes()
 
-    def _end(self, number: int) -> None:
+    def _end(self, number: Number | None) -> None:
         """Ends a lease, or a reservation without publishing it."""
-        held = self._forget(number)
+        held = None if number is None else self._forget(number)
         if held is None:
             return
         what = held.held
         let_go = self._store.release if isinstance(what, Lease) else self._store.abort
         self._close_windows(held.windows, lambda: let_go(what))  # type: ignore[arg-type] # each takes its own sort
 
-    def _forget(self, number: int) -> _Held | None:
+    def _forget(self, number: Number) -> _Held | None:
         held = self._held.pop(number, None)
         if held is not None:
             self._numbers.pop(id(held.held), None)

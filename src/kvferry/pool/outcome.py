@@ -2,7 +2,6 @@
 
 from collections import Counter
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -35,6 +34,8 @@ class Outcome:
     After a load the buffers of keys that are not ``ok`` hold unspecified bytes, and nothing beside them has changed.
     """
 
+    # Nothing is kept: until Python 3.12 a cached_property has a lock, which may be held for ever in a forked child.
+
     codes: Codes
     size_bytes: int
     seconds: float
@@ -43,20 +44,20 @@ class Outcome:
     def total(self) -> int:
         return len(self.codes)
 
-    @cached_property
+    @property
     def ok(self) -> npt.NDArray[np.bool_]:
         return SUCCESSES[self.codes]
 
-    @cached_property
+    @property
     def prefix(self) -> int:
         wrong = np.flatnonzero(~self.ok)
         return int(wrong[0]) if len(wrong) else len(self.codes)
 
-    @cached_property
+    @property
     def outcomes(self) -> list[str]:
         return [WORDS[code] for code in self.codes.tolist()]
 
-    @cached_property
+    @property
     def reasons(self) -> "Counter[str]":
         numbers, counts = np.unique(self.codes, return_counts=True)
         return Counter({WORDS[n]: c for n, c in zip(numbers.tolist(), counts.tolist(), strict=True)})

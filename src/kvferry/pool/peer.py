@@ -9,6 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from itertools import count
 from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from kvferry.link import Link
     from kvferry.node import Node
 
-__all__ = ["Peer", "Space", "Unreachable"]
+__all__ = ["TOLD_AT_ONCE_BYTES", "Peer", "Space", "Unreachable"]
 
 log = logging.getLogger("kvferry.pool")
 
@@ -87,6 +88,7 @@ class Peer:
         self._attempts = 0
         self._late = 0.0
         self._said, self._silent_until = "", 0.0
+        self.numbers = count(1)  # what reservations and leases are called
         self.same_host: bool | None = None  # what the last link said; None: there was none
         self.why_not = ""  # it could not be reached the last time
         self.beyond_host = False  # processes of other hosts may be its clients
@@ -165,6 +167,10 @@ class Peer:
             link.send(messages.encode(request))
         except KvferryError:
             return
+
+    def give_up(self, link: "Link", number: int) -> None:
+        """Says that nobody waits any more for a reservation or lease, which may not even have been heard of."""
+        self.tell(link, messages.Release([number]))
 
     def release(self, link: "Link", lease: int, size_bytes: int) -> None:
         """Says that a lease is over: now if much hangs on it, else with the next request. What is never said ends by its time."""

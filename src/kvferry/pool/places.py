@@ -118,7 +118,9 @@ def secret() -> bytes | None:
 def secret_in(path: str, who: str = "") -> bytes:
     """The bytes of a file without newlines at the end. :raises InvalidArgument: as `secret`, after ``who``."""
     try:
-        content = Path(path).read_bytes().rstrip(b"\n")
+        # Whoever names a pipe by mistake does not wait for somebody who writes into it.
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+            content = (file.read() or b"").rstrip(b"\n")
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else error
         raise InvalidArgument(f"{who}{path!r} cannot be read: {why}") from None

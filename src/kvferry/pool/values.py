@@ -221,7 +221,7 @@ def _words(what: str, numbers: Any) -> U64:
 
 def _array(what: str, numbers: Any) -> npt.NDArray[Any]:
     try:
-        array = np.asarray(numbers)
+        array = numbers if type(numbers) is np.ndarray else np.asarray(numbers)
     except Exception as error:  # what is asked is somebody else's code, which may raise anything
         raise InvalidArgument(f"{what} is {shown(numbers)}: {shown(error)}") from error
     if array.ndim == 1 and array.size == 0:

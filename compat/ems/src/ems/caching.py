@@ -35,47 +35,52 @@ class ContextCaching:
         option: CcKvOption | None = None,
         key_list: Sequence[str | PrimaryKey] | None = None,
         value_list: Sequence[Sequence[KvBufferWrapper]] | None = None,
+        *more: object,
         **kwargs: Any,
     ) -> CcResult:
         """Save each key's segments, in their order, as one value. A key that exists keeps its value and counts as saved."""
-        return self._start_v0(option, key_list, value_list, kwargs, saving=True, wait=True).result()
+        return self._start_v0(option, key_list, value_list, more, kwargs, saving=True, wait=True).result()
 
     def load(
         self,
         option: CcKvOption | None = None,
         key_list: Sequence[str | PrimaryKey] | None = None,
         value_list: Sequence[Sequence[KvBufferWrapper]] | None = None,
+        *more: object,
         **kwargs: Any,
     ) -> CcResult:
         """Load each key's value into its segments; a value of another size is a miss. Buffers from ``success`` on may have been
         written too, but nothing outside them."""
-        return self._start_v0(option, key_list, value_list, kwargs, saving=False, wait=True).result()
+        return self._start_v0(option, key_list, value_list, more, kwargs, saving=False, wait=True).result()
 
     def async_save(
         self,
         option: CcKvOption | None = None,
         key_list: Sequence[str | PrimaryKey] | None = None,
         value_list: Sequence[Sequence[KvBufferWrapper]] | None = None,
+        *more: object,
         **kwargs: Any,
     ) -> CcFuture:
         """As ``save``, without waiting: the buffers must stay as they are until the future is resolved."""
-        return self._start_v0(option, key_list, value_list, kwargs, saving=True, wait=False)
+        return self._start_v0(option, key_list, value_list, more, kwargs, saving=True, wait=False)
 
     def async_load(
         self,
         option: CcKvOption | None = None,
         key_list: Sequence[str | PrimaryKey] | None = None,
         value_list: Sequence[Sequence[KvBufferWrapper]] | None = None,
+        *more: object,
         **kwargs: Any,
     ) -> CcFuture:
         """As ``load``, without waiting."""
-        return self._start_v0(option, key_list, value_list, kwargs, saving=False, wait=False)
+        return self._start_v0(option, key_list, value_list, more, kwargs, saving=False, wait=False)
 
     def exists(
         self, hashes: Sequence[str | PrimaryKey] | None = None, option: CcKvOption | None = None, **kwargs: Any
     ) -> CcResult:
-        """How many of the keys, from the first one on, are there. Never raises for the pool's state: that is 0."""
-        wanted = arguments.keys(hashes)
+        """How many of the keys (also as ``key_list=``), from the first one on, are there. Never raises for the pool's state:
+        that is 0."""
+        wanted = arguments.keys(kwargs.get("key_list") if hashes is None else hashes)
         chosen = arguments.option(option, default=CcKvOption())
         return self._look(*keys.v0_keys(self._settings, wanted), chosen)
 
@@ -101,8 +106,18 @@ class ContextCaching:
     # -- shared with V1
 
     def _start_v0(
-        self, option: object, key_list: object, value_list: object, unknown: dict[str, Any], *, saving: bool, wait: bool
+        self,
+        option: object,
+        key_list: object,
+        value_list: object,
+        more: tuple[object, ...],
+        unknown: dict[str, Any],
+        *,
+        saving: bool,
+        wait: bool,
     ) -> CcFuture:
+        if more:
+            _v1_only(f"a call with {3 + len(more)} arguments by position")
         if unknown:
             _v1_only(", ".join(unknown))
         chosen = arguments.option(option)

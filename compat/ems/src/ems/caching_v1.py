@@ -108,12 +108,12 @@ class ContextCache_v1(ContextCaching):
         if isinstance(slot_mapping, CcKvOption):  # V0: option, key_list, value_list
             named = {"key_list": hashes, "value_list": offsets} | kwargs
             return self._start_v0(
-                slot_mapping, named.pop("key_list"), named.pop("value_list"), named, saving=saving, wait=wait
+                slot_mapping, named.pop("key_list"), named.pop("value_list"), (), named, saving=saving, wait=wait
             )
         if "key_list" in kwargs or "value_list" in kwargs:
             named = dict(kwargs)
             key_list, value_list = named.pop("key_list", None), named.pop("value_list", None)
-            return self._start_v0(option, key_list, value_list, named, saving=saving, wait=wait)
+            return self._start_v0(option, key_list, value_list, (), named, saving=saving, wait=wait)
         chosen = arguments.option(option, default=CcKvOption())
         given = {"slot_mapping": slot_mapping, "hashes": hashes, "offsets": offsets} | kwargs
         form = frozenset(name for name, value in given.items() if value is not None)

@@ -39,7 +39,7 @@ class Ems:
 
     @staticmethod
     def init(config: object) -> None:
-        """Join the pool. Once that has succeeded, another call changes nothing.
+        """Join the pool. Once that has succeeded, another call changes nothing, unless the first one configured no caching.
 
         :raises EmsException: ``EMS_INVALID_ARGUMENT``: the configuration; ``EMS_RECOVERD_ERROR``: the pool does not answer.
             After either the call can be made again, from any thread.
@@ -47,7 +47,7 @@ class Ems:
         settings = Settings.checked(config)
         here = _here()
         with here.initialising:
-            if here.is_done:
+            if here.is_done and (here.caching is not None or settings.cc is None):
                 if settings != here.settings:
                     LOGGER.warning("Ems.init was called again with another configuration; the first one stays")
                 return
@@ -57,7 +57,9 @@ class Ems:
                 here.caching = ContextCache_v1(pool, settings)
             elif settings.cc is not None:
                 here.caching = ContextCaching(pool, settings)
-            here.pool, here.is_done = pool, True
+            before, here.pool, here.is_done = here.pool, pool, True
+            if before is not None:
+                before.close()
 
     @staticmethod
     def get_cc() -> ContextCaching | None:
