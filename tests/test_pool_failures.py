@@ -471,6 +471,8 @@ def test_what_nobody_waits_for_any_more_ends_at_once_also_before_it_has_come(
     assert raw.lookup(space, [b"b"], 900_000, 60_000).windows  # none is remembered for longer than that
 
 
+# What is raised while something is finalised goes nowhere.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("verb", ["save", "load"])
 def test_a_call_that_a_signal_handler_ends_leaves_nothing_pending_and_nothing_in_use(nodes: Nodes, verb: str) -> None:
     class Enough(BaseException):
