@@ -1,6 +1,7 @@
 # kvferry: one command per wish. Each sets up .venv first, and only when something changed.
 #
 #   make demo     two processes, one real transformer, its KV cache handed over
+#   make demo-vllm  two real vLLM servers, the pool and a router; the first run installs vLLM (2.5 GB, some minutes)
 #   make test     all tests: the native core's, those that need numpy alone, then those that need torch
 #   make quick    half a minute: what changed is rebuilt, the core's tests and the fast ones of the others run
 #   make test-vllm  the connector for vLLM, against vLLM itself, in an environment of its own (2.5 GB, some minutes at first)
@@ -14,11 +15,12 @@
 
 PYTHON ?= $(shell for p in python3.11 python3; do $$p -c '' 2>/dev/null && echo $$p && break; done)
 TORCH ?= yes
+VLLM_RELEASES ?= 0.27.1 0.29.0
 VENV_PYTHON := .venv/bin/python
 PYTEST := $(VENV_PYTHON) -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-vllm quick check bench clean distclean built test-numpy test-torch lint sanitizers need-python
+.PHONY: help demo demo-vllm test test-vllm quick check bench clean distclean built test-numpy test-torch lint sanitizers need-python
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -27,11 +29,15 @@ demo: built
 	@$(PYTHON) tools/environment.py torch
 	@$(VENV_PYTHON) -m demo
 
+demo-vllm: built
+	@$(PYTHON) tools/vllm_environment.py
+	@.venv-vllm/bin/python -m demo.serving $(ARGS)
+
 test: built
 	@$(MAKE) --no-print-directory test-numpy test-torch
 
 test-vllm: built
-	@$(PYTHON) tools/vllm_environment.py $(VLLM)
+	@$(PYTHON) tools/vllm_environment.py $(VLLM_RELEASES)
 	@.venv-vllm/bin/python -m pytest -m vllm $(ARGS)
 
 quick: built

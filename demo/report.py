@@ -24,7 +24,7 @@ REUSED = (
 
 def render(outcome: Outcome, width: int | None = None) -> str:
     """Tables and conclusions; ``width`` None: plain text, else rich's tables of that width."""
-    handovers, reused = (_plain(rows) if width is None else _rich(rows, width) for rows in tables(outcome))
+    handovers, reused = (plain(rows) if width is None else _rich(rows, width) for rows in tables(outcome))
     legend = REUSED.format(runs=RUNS, again=AGAIN)
     return "\n".join([handovers, HANDOVERS, "", reused, legend, "", *conclusions(outcome)])
 
@@ -122,7 +122,7 @@ def _line(good: bool, sentence: str) -> str:
     return f"{'ok  ' if good else 'FAIL'} {sentence}"
 
 
-def _plain(rows: Rows) -> str:
+def plain(rows: Rows) -> str:
     head, *cells = rows
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
 
@@ -140,7 +140,7 @@ def _rich(rows: Rows, width: int) -> str:
         from rich.console import Console
         from rich.table import Table
     except ImportError:
-        return _plain(rows)
+        return plain(rows)
     head, *cells = rows
     table = Table()
     for title in head:

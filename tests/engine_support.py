@@ -162,7 +162,8 @@ class Engine:
         for request, count in computing:
             self._compute(request, count)
         self.worker.start_loads(orders)
-        self.worker.start_saves(orders)
+        if computing:  # vLLM before 0.30 says nothing after a step that computes nothing
+            self.worker.start_saves(orders)
         released, received = self.worker.finished()
         failed = self.worker.failed_blocks()
         report = self.worker.report()

@@ -291,3 +291,36 @@ def test_aborted_requests_leave_no_block_behind(engine: Engine, right: Any) -> N
         core.abort_request([f"aborted {steps}"], internal=False)
     engine.forget()
     assert engine.tokens(tokens) == right(tokens)
+
+
+BENEATH_MULTI = """
+import json, sys
+sys.path.insert(0, "tests")
+from pathlib import Path
+from vllm_support import Engine, transfer_config
+
+model, pool, tokens = Path(sys.argv[1]), sys.argv[2], eval(sys.argv[3])
+children = [transfer_config(pool="off", pull_timeout_ms=5000), transfer_config(pool=pool, handover=False)]
+config = {
+    "kv_connector": "MultiConnector",
+    "kv_role": "kv_both",
+    "kv_load_failure_policy": "recompute",
+    "kv_connector_extra_config": {"connectors": children},
+}
+engine = Engine(model, config)
+engine.run([1, 2, 3])
+first = engine.tokens(tokens)
+engine.forget()
+second = engine.tokens(tokens)
+seen = engine.llm.llm_engine.engine_core.engine_core.scheduler.connector._connectors
+(given,) = engine.run(tokens[:200], tokens=1, params={"do_remote_decode": True})
+print("ANSWER", [first, second, engine.metrics()["external_prefix_cache_hits"], sorted(given.kv_transfer_params)[:2]])
+"""
+
+
+def test_beneath_vllm_s_multi_connector(model: Path, node: NodeProcess, right: Any) -> None:
+    tokens = prompt(11, LENGTH)
+    first, second, hits, words = answer_of(BENEATH_MULTI, str(model), node.address, str(tokens))
+    assert first == second == right(tokens)
+    assert hits == FULL
+    assert words == ["do_remote_decode", "do_remote_prefill"]

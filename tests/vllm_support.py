@@ -1,28 +1,16 @@
 """vLLM itself for tests: a small model of a fixed seed, engines within this process, and servers in processes of their own."""
 
 import os
-import signal
-import socket
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from demo.serving.servers import BLOCK, ROOT, SURROUNDINGS, free_port
+from demo.serving.servers import Server as Started
 
-ROOT = Path(__file__).resolve().parent.parent
-BLOCK = 32  # vLLM's attention on the CPU wants a multiple of it
-SURROUNDINGS = {
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_LOGGING_LEVEL": "WARNING",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "TQDM_DISABLE": "1",
-}
-STARTS_WITHIN_S = 150.0
+__all__ = ["BLOCK", "ROOT", "Engine", "Server", "free_port", "make_model", "prompt", "transfer_config"]
 
 
 def make_model(folder: Path) -> Path:
@@ -60,7 +48,7 @@ class Engine:
     """vLLM within this process."""
 
     def __init__(self, model: Path, config: "dict[str, Any] | None", **options: Any) -> None:
-        os.environ.update(SURROUNDINGS)
+        os.environ.update(SURROUNDINGS | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"})
         from vllm import LLM
         from vllm.config import KVTransferConfig
 
@@ -121,113 +109,9 @@ def prompt(seed: int, length: int) -> list[int]:
     return np.random.default_rng(seed).integers(3, 500, length).tolist()
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+class Server(Started):
+    """As the demonstration starts it, and what tests ask of it."""
 
-
-class Server:
-    """vLLM's OpenAI server, with all its processes in a session of their own, which ends with this object."""
-
-    def __init__(
-        self,
-        model: Path,
-        config: "dict[str, Any] | None",
-        log: Path,
-        core: int,
-        *options: str,
-        path: str = "",
-        port: int = 0,
-    ) -> None:
-        import json
-
-        self.port, self.log = port or free_port(), log
-        self.url = f"http://127.0.0.1:{self.port}"
-        words = ["--model", str(model), "--served-model-name", "model", "--host", "127.0.0.1", "--port", str(self.port)]
-        words += ["--dtype", "float32", "--enforce-eager", "--block-size", str(BLOCK), "--max-num-seqs", "16"]
-        if "--tokenizer" not in options and not (model / "tokenizer_config.json").exists():
-            words += ["--skip-tokenizer-init"]
-        if config is not None:
-            words += ["--kv-transfer-config", json.dumps(config)]
-        surroundings = (
-            os.environ
-            | SURROUNDINGS
-            | {
-                "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
-                "VLLM_CPU_OMP_THREADS_BIND": str(core),
-            }
-        )
-        if path:
-            surroundings["PYTHONPATH"] = path
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *words, *options],
-            env=surroundings,
-            cwd=ROOT,
-            stdin=subprocess.DEVNULL,
-            stdout=log.open("w"),
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-
-    def wait(self) -> "Server":
-        import httpx
-
-        end = time.monotonic() + STARTS_WITHIN_S
-        while True:
-            assert self.process.poll() is None, self.log.read_text()[-4000:]
-            try:
-                if httpx.get(f"{self.url}/health", timeout=1).status_code == 200:
-                    return self
-            except httpx.HTTPError:
-                pass
-            assert time.monotonic() < end, self.log.read_text()[-4000:]
-            time.sleep(0.2)
-
-    def complete(
-        self, prompt: "Sequence[int] | str", tokens: int = 8, timeout_s: float = 60.0, **body: Any
-    ) -> dict[str, Any]:
-        import httpx
-
-        asked = {"model": "model", "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
-        answer = httpx.post(
-            f"{self.url}/v1/completions", json=asked | {"return_token_ids": True} | body, timeout=timeout_s
-        )
-        assert answer.status_code == 200, answer.text
-        return dict(answer.json())
-
-    def metrics(self) -> dict[str, float]:
-        import httpx
-        from prometheus_client.parser import text_string_to_metric_families
-
-        found: dict[str, float] = {}
-        for family in text_string_to_metric_families(httpx.get(f"{self.url}/metrics", timeout=10).text):
-            for sample in family.samples:
-                name = sample.name.removeprefix("vllm:").removesuffix("_total")
-                if name.startswith("kvferry_") and not name.endswith("_created"):
-                    label = next(v for k, v in sample.labels.items() if k not in ("model_name", "engine"))
-                    found[f"{name.removeprefix('kvferry_')}:{label}"] = sample.value
-                elif name.startswith("external_prefix_cache"):
-                    found[name] = sample.value
-        return found
-
-    def signal(self, number: int) -> None:
-        os.killpg(self.process.pid, number)
-
-    def kill(self) -> None:
-        """All of its processes, at once."""
-        if self.process.poll() is None:
-            self.signal(signal.SIGKILL)
-            self.process.wait(30)
-
-    def close(self) -> None:
-        if self.process.poll() is None:
-            self.process.terminate()
-            try:
-                self.process.wait(30)
-            except subprocess.TimeoutExpired:
-                self.kill()
-        try:
-            os.killpg(self.process.pid, signal.SIGKILL)  # whoever has outlived it
-        except ProcessLookupError:
-            return
+    def complete(self, prompt: Sequence[int], tokens: int = 8, timeout_s: float = 120.0, **body: Any) -> dict[str, Any]:
+        asked = {"model": "model", "prompt": list(prompt), "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+        return self.post("/v1/completions", asked | {"return_token_ids": True} | body, timeout_s)

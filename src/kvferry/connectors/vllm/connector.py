@@ -5,7 +5,7 @@ the interface later is asked for by name, and what a version lacks is not used. 
 """
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import vllm
@@ -41,16 +41,23 @@ class StepOrders(KVConnectorMetadata):
 
 @dataclass
 class WorkerReport(KVConnectorWorkerMetadata):
+    """``places``: by rank, once; for a scheduler's side that the handshake has not reached (see `WorkerPlace`)."""
+
     report: Report
+    places: dict[int, Place] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "WorkerReport":
         assert isinstance(other, WorkerReport)
-        return WorkerReport(self.report.plus(other.report))
+        return WorkerReport(self.report.plus(other.report), self.places | other.places)
 
 
 @dataclass
 class WorkerPlace(KVConnectorHandshakeMetadata):
+    """``whose``: the connector that it is meant for. vLLM's MultiConnector gives all of its connectors the handshake of the
+    first that has any."""
+
     place: Place
+    whose: str
 
 
 class KvferryConnector(KVConnectorBase_V1):
@@ -65,6 +72,8 @@ class KvferryConnector(KVConnectorBase_V1):
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         self._place: Place | None = None
+        self._place_told = False
+        self._whose = repr((transfer.kv_role, sorted((transfer.kv_connector_extra_config or {}).items())))
         self._world = int(parallel.tensor_parallel_size)
         if role == KVConnectorRole.SCHEDULER:
             _require_recompute(transfer)
@@ -78,7 +87,8 @@ class KvferryConnector(KVConnectorBase_V1):
                 takes_over=bool(transfer.is_kv_consumer),
             )
         else:
-            self._worker = WorkerSide(settings, rank=int(parallel.rank) % self._world, world=self._world)
+            self._rank = int(parallel.rank) % self._world
+            self._worker = WorkerSide(settings, rank=self._rank, world=self._world)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -101,7 +111,7 @@ class KvferryConnector(KVConnectorBase_V1):
         self._place = self._work.registered(dict(kv_caches), self._blocks, attention)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        return None if self._place is None else WorkerPlace(self._place)
+        return None if self._place is None else WorkerPlace(self._place, self._whose)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         if isinstance(kv_connector_metadata, StepOrders):
@@ -132,6 +142,9 @@ class KvferryConnector(KVConnectorBase_V1):
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         report = self._work.report()
+        if self._place is not None and not self._place_told:
+            self._place_told = True
+            return WorkerReport(report or Report(), {self._rank: self._place})
         return None if report is None else WorkerReport(report)
 
     def shutdown(self) -> None:
@@ -147,9 +160,9 @@ class KvferryConnector(KVConnectorBase_V1):
         return self._scheduler
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
-        places = {rank: said.place for rank, said in metadata.items() if isinstance(said, WorkerPlace)}
-        if places:
-            self._plan.placed(places)
+        said = {rank: one for rank, one in metadata.items() if isinstance(one, WorkerPlace)}
+        if said and all(one.whose == self._whose for one in said.values()):
+            self._plan.placed({rank: one.place for rank, one in said.items()})
 
     def on_new_request(self, request: Any) -> None:
         adapter = request.lora_request
@@ -177,6 +190,8 @@ class KvferryConnector(KVConnectorBase_V1):
     def update_connector_output(self, connector_output: Any) -> None:
         said = connector_output.kv_connector_worker_meta
         if isinstance(said, WorkerReport):
+            if said.places and not self._plan.is_placed:
+                self._plan.placed(said.places)
             self._plan.reported(said.report)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:

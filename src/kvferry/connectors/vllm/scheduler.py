@@ -77,6 +77,10 @@ class SchedulerSide:
         if self._hands_over:
             self._windows = handed.Windows([places[rank] for rank in sorted(places)], self._settings)
 
+    @property
+    def is_placed(self) -> bool:
+        return self._place is not None
+
     # --- a request comes ---------------------------------------------------------------------------------------------
 
     def began(self, asked: Asked) -> None:
@@ -87,11 +91,15 @@ class SchedulerSide:
         ) as error:  # it is computed like any other; what it asks for is not known, so nothing is shared
             log.warning("request %s is neither read from the pool nor stored: %s", asked.id, error)
             wishes = Wishes(store=False, read=False)
+        if self._place is None:  # the workers have not said what they have: this request shares nothing
+            wishes = Wishes(store=False, read=False)
         salt = f"{len(wishes.tenant)} {wishes.tenant} {asked.salt}".encode()
         request = Request(asked, wishes, salt, f"{self._model} {asked.adapter}")
         params = asked.params or {}
-        request.hands_over = self._hands_over and bool(params.get("do_remote_decode"))
-        if params.get("do_remote_prefill") and self._takes_over:
+        request.hands_over = self._windows is not None and bool(params.get("do_remote_decode"))
+        if params.get("do_remote_prefill") and self._takes_over and self._place is None:
+            self.counts.add("handovers", "not_ready")
+        elif params.get("do_remote_prefill") and self._takes_over:
             try:
                 request.handed = handed.read(params)
             except InvalidArgument as error:
@@ -147,7 +155,7 @@ class SchedulerSide:
 
     def _not_looked_for(self, request: Request) -> str:
         if self._pool is None:
-            return "pool_off"
+            return "pool_off" if self._settings.pool_off else "not_ready"
         if request.asked.unkeyed:
             return request.asked.unkeyed
         return "" if request.wishes.read else "not_wanted"

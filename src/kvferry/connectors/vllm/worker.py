@@ -93,6 +93,7 @@ class WorkerSide:
                 self._loading[request_id].future.cancel()
             elif self._ferry is not None:
                 self._ferry.cancel(request_id)
+        self._awaited |= orders.awaited
         self._tokens, self._began = orders.tokens, self._now()
 
     def start_loads(self, orders: Orders) -> None:
@@ -106,7 +107,7 @@ class WorkerSide:
                 self._ferry.pull(pull, self._rank)
 
     def start_saves(self, orders: Orders) -> None:
-        """After the step has written its blocks."""
+        """After the step has written its blocks; not in every step that computes nothing."""
         if self._tokens >= LEAST_TOKENS:
             self._report.pace = (self._tokens, self._now() - self._began)
         self._tokens = 0
@@ -117,7 +118,6 @@ class WorkerSide:
                 keys, blocks=save.blocks, ttl_ms=save.ttl_ms, chain=True, timeout_ms=self._settings.save_timeout_ms
             )
             self._saving[save.number] = _Saving(save, future)
-        self._awaited |= orders.awaited
 
     def finished(self) -> tuple[set[str], set[str]]:
         """The requests whose blocks nobody reads any more, of those that are awaited, and those whose loads have ended in
