@@ -306,6 +306,26 @@ def test_whatever_happens_every_request_ends_right_and_every_block_comes_back(
     assert not engine.worker._loading and not engine.worker._saving and not engine.worker._awaited
 
 
+def test_a_load_or_save_that_cannot_be_begun_is_a_computation(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, tokens = engines(), prompt(22, 41)
+    engine.run("a", tokens)
+    engine.settle()
+
+    def busy(*_: Any, **__: Any) -> Any:
+        raise kvferry.Busy("out of threads")
+
+    assert engine.worker._pool is not None and engine.scheduler._pool is not None
+    monkeypatch.setattr(engine.worker._pool, "load_async", busy)
+    monkeypatch.setattr(engine.worker._pool, "save_async", busy)
+    assert engine.run("b", tokens).made == 41
+    monkeypatch.setattr(engine.scheduler._pool, "exists_async", busy)
+    assert engine.run("c", tokens).made == 41
+    engine.settle()
+    assert engine.counted()["tokens_missed:error"] == 80
+
+
 # --- caches -----------------------------------------------------------------------------------------------------------
 
 
@@ -469,6 +489,13 @@ def test_what_is_unlike_is_computed(engines: Engines, unlike: dict[str, Any], ca
     assert decode.run("b", tokens, params=prefilled(prefill, tokens)).made == 41
     assert "computed again" in caplog.text
     prefill.settle()  # it was told that nobody will come
+
+
+def test_a_prompt_of_other_tokens_is_computed(engines: Engines, caplog: pytest.LogCaptureFixture) -> None:
+    prefill, decode = pair(engines)
+    answer = prefilled(prefill, prompt(84, 41))
+    assert decode.run("b", prompt(85, 41), params=answer).made == 41
+    assert "other tokens" in caplog.text
 
 
 def test_another_number_of_workers_is_refused_with_a_sentence(

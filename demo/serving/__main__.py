@@ -73,6 +73,7 @@ def playing() -> Iterator[tuple[Server, Server, str]]:
         )
         stack.callback(router.wait, 20)
         stack.callback(router.terminate)
+        stack.callback(pool.close)  # before the servers, whose going it would talk about
         for server in servers:
             server.wait()
         yield servers[0], servers[1], f"http://127.0.0.1:{port}"

@@ -179,6 +179,8 @@ class KvferryConnector(KVConnectorBase_V1):
         )
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        if not self._plan.knows(request.request_id):
+            self.on_new_request(request)
         return self._plan.matched(request.request_id, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:

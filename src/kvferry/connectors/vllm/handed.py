@@ -82,6 +82,7 @@ def write(
     tokens: int,
     geometry: str,
     model: str,
+    prompt: str,
     engine_id: str,
     request_id: str,
 ) -> dict[str, object]:
@@ -100,6 +101,7 @@ def write(
         "kvferry_windows": [name.hex() for name in windows],
         "kvferry_geometry": geometry,
         "kvferry_model": model,
+        "kvferry_prompt": prompt,
     }
 
 
@@ -121,6 +123,7 @@ def read(params: Mapping[str, Any]) -> Handed:
         given.remote_num_tokens,
         given.kvferry_geometry,
         given.kvferry_model,
+        given.kvferry_prompt,
     )
 
 
@@ -131,6 +134,7 @@ class _Words(msgspec.Struct):
     kvferry_windows: list[str]
     kvferry_geometry: str
     kvferry_model: str
+    kvferry_prompt: str
 
 
 _NEEDED = _Words.__struct_fields__

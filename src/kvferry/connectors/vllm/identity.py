@@ -14,7 +14,7 @@ from blake3 import blake3
 
 from kvferry import prefix_keys
 
-__all__ = ["config_digest", "extend_keys", "identity", "model_at", "of_rank"]
+__all__ = ["config_digest", "extend_keys", "identity", "model_at", "of_rank", "prompt_digest"]
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 # Of a model's configuration: what says where it came from, and not what it computes.
@@ -63,6 +63,11 @@ def extend_keys(
     raw = np.asarray(tokens[at : full * block_tokens], "<u4").tobytes()
     for begin in range(0, len(raw), 4 * block_tokens):
         keys.append(blake3(keys[-1] + raw[begin : begin + 4 * block_tokens]).digest())
+
+
+def prompt_digest(tokens: Sequence[int]) -> str:
+    """Two instances may make other tokens of one text (another template, another tokenizer)."""
+    return blake3(np.asarray(tokens, "<u4").tobytes()).hexdigest()[:32]
 
 
 def of_rank(keys: list[bytes], rank: int, world: int) -> list[bytes]:

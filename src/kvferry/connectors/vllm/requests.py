@@ -52,6 +52,7 @@ class Handed:
     tokens: int
     geometry: str
     model: str
+    prompt: str
 
 
 @dataclass(slots=True)

@@ -12,7 +12,7 @@ from kvferry import InvalidArgument, KvferryError, Pool
 from kvferry.connectors.vllm import handed
 from kvferry.connectors.vllm.breaker import Breaker
 from kvferry.connectors.vllm.counts import Counts
-from kvferry.connectors.vllm.identity import extend_keys, of_rank
+from kvferry.connectors.vllm.identity import extend_keys, of_rank, prompt_digest
 from kvferry.connectors.vllm.orders import Load, Orders, Place, Pull, Report, Save
 from kvferry.connectors.vllm.pace import Pace
 from kvferry.connectors.vllm.pools import SICK, open_pool, stand_ins
@@ -128,6 +128,8 @@ class SchedulerSide:
             return (
                 "it runs another model, revision, type or adapter (compare --model, --revision and --dtype of the two)"
             )
+        if request.handed.prompt != prompt_digest(request.asked.tokens[: request.handed.tokens]):
+            return "it was made of other tokens (compare the tokenizers and chat templates of the two)"
         return ""
 
     def _look(self, request: Request) -> None:
@@ -146,7 +148,11 @@ class SchedulerSide:
         self._extend(request, full)
         keys = [key for rank in range(self._world) for key in of_rank(request.keys[:full], rank, self._world)]
         wait_ms = self._wait_ms(self._settings.lookup_timeout_ms, full * self._block_tokens)
-        request.looking = self._pool.exists_async(keys, timeout_ms=wait_ms)
+        try:
+            request.looking = self._pool.exists_async(keys, timeout_ms=wait_ms)
+        except KvferryError as error:  # no thread, no descriptor: it is computed
+            self._say(f"The pool is not asked: {error}")
+            request.looked, request.why_absent = True, "error"
         request.look_until = now + wait_ms / 1000
 
     def _wait_ms(self, most_ms: int, tokens: int) -> int:
@@ -218,6 +224,9 @@ class SchedulerSide:
         if self._breaker.opened > opened:
             self.counts.add("breaker", "opened")
             log.warning("the pool does not answer; it is left alone for a while, and requests are computed")
+
+    def knows(self, request_id: str) -> bool:
+        return request_id in self._requests
 
     def allocated(self, request_id: str, blocks: list[int], external: int) -> None:
         """The engine has taken ``external`` of the tokens that it was offered, and gives the request these blocks."""
@@ -395,6 +404,7 @@ class SchedulerSide:
             tokens,
             self._place.geometry,
             request.model,
+            prompt_digest(request.asked.tokens[:tokens]),
             self._engine_id,
             request.asked.id,
         )

@@ -76,6 +76,15 @@ class Settings:
         settings = cls(**given)
         for field in fields(cls):
             _check(f"kv_connector_extra_config {field.name!r}", field.name, getattr(settings, field.name))
+        if (
+            settings.handover
+            and not settings.advertise
+            and settings.listen.rpartition(":")[0] in ("0.0.0.0", "[::]", "")
+        ):
+            raise InvalidArgument(
+                f"kv_connector_extra_config 'listen' is {settings.listen!r}: say with 'advertise' at which host other instances "
+                "are to find this one"
+            )
         return settings
 
     @property
@@ -109,7 +118,8 @@ def _check(what: str, name: str, value: Any) -> None:
         if not isinstance(value, bool):
             raise InvalidArgument(f"{what} is {value!r}: give true or false")
     elif name == "pool":
-        if not value or not all(isinstance(word, str) for word in ([value] if isinstance(value, str) else value)):
+        words = value if isinstance(value, tuple) else (value,)
+        if not all(isinstance(word, str) and word for word in words) or not words:
             raise InvalidArgument(f'{what} is {value!r}: give "on", "off", an address or a list of addresses')
     elif not isinstance(value, str):
         raise InvalidArgument(f"{what} is {value!r}: give a string")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from kvferry import Future, InvalidArgument, Outcome, Pool, Unsupported
+from kvferry import Future, InvalidArgument, KvferryError, Outcome, Pool, Unsupported
 from kvferry.connectors.vllm.ferry import Ferry
 from kvferry.connectors.vllm.identity import of_rank
 from kvferry.connectors.vllm.orders import Load, Orders, Place, Report, Save
@@ -57,6 +57,7 @@ class WorkerSide:
         self._place: Place | None = None
         self._loading: dict[str, _Loading] = {}
         self._saving: dict[int, _Saving] = {}
+        self._lost: list[Load] = []  # that could not even be begun
         self._awaited: set[str] = set()
         self._failed: set[int] = set()
         self._report = Report()
@@ -100,8 +101,13 @@ class WorkerSide:
         for load in orders.loads:
             assert self._pool is not None
             keys = of_rank(load.keys, self._rank, self._world)
-            future = self._pool.load_async(keys, blocks=load.blocks, timeout_ms=load.timeout_ms)
-            self._loading[load.request_id] = _Loading(load, future)
+            try:
+                future = self._pool.load_async(keys, blocks=load.blocks, timeout_ms=load.timeout_ms)
+            except KvferryError as error:  # it is computed
+                log.warning("request %s cannot be loaded: %s", load.request_id, error)
+                self._lost.append(load)
+            else:
+                self._loading[load.request_id] = _Loading(load, future)
         for pull in orders.pulls:
             if self._ferry is not None:
                 self._ferry.pull(pull, self._rank)
@@ -114,15 +120,25 @@ class WorkerSide:
         for save in orders.saves:
             assert self._pool is not None
             keys = of_rank(save.keys, self._rank, self._world)
-            future = self._pool.save_async(
-                keys, blocks=save.blocks, ttl_ms=save.ttl_ms, chain=True, timeout_ms=self._settings.save_timeout_ms
-            )
-            self._saving[save.number] = _Saving(save, future)
+            try:
+                future = self._pool.save_async(
+                    keys, blocks=save.blocks, ttl_ms=save.ttl_ms, chain=True, timeout_ms=self._settings.save_timeout_ms
+                )
+            except KvferryError as error:
+                log.warning("blocks of request %s cannot be saved: %s", save.request_id, error)
+                self._report.saves[save.number] += 1
+                self._report.words["blocks_saved error"] += len(save.blocks)
+            else:
+                self._saving[save.number] = _Saving(save, future)
 
     def finished(self) -> tuple[set[str], set[str]]:
         """The requests whose blocks nobody reads any more, of those that are awaited, and those whose loads have ended in
         whatever way; each once."""
         received = set()
+        for load in self._lost:
+            received.add(load.request_id)
+            self._note(load.request_id, load.blocks, len(load.blocks), "error")
+        self._lost.clear()
         for request_id, loading in list(self._loading.items()):
             if loading.future.done():
                 del self._loading[request_id]
