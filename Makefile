@@ -8,6 +8,7 @@
 #   make check    what a change must pass: format, lint, types, layers, sanitizers, all tests, the examples in the docs;
 #                 peers are killed and stopped ten times as often as in `make test`, which takes some minutes more
 #   make bench    how fast, against the limits of this machine
+#   make bench-vllm  the connector for vLLM: first tokens on every way, what a dead pool costs, what a step costs
 #   make clean    forget everything built; `make distclean` forgets .venv too
 #
 #   PYTHON=/path/to/python3   another interpreter (3.10 to 3.13; 3.11 where there is one)
@@ -20,7 +21,7 @@ VENV_PYTHON := .venv/bin/python
 PYTEST := $(VENV_PYTHON) -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-vllm test test-vllm quick check bench clean distclean built test-numpy test-torch lint sanitizers need-python
+.PHONY: help demo demo-vllm test test-vllm quick check bench bench-vllm clean distclean built test-numpy test-torch lint sanitizers need-python
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -46,6 +47,10 @@ quick: built
 
 check: built lint sanitizers
 	@KVFERRY_CAMPAIGN=long $(MAKE) --no-print-directory test-numpy test-torch
+
+bench-vllm: built
+	@$(PYTHON) tools/vllm_environment.py
+	@.venv-vllm/bin/python benchmarks/vllm.py $(ARGS)
 
 bench: built
 	@$(VENV_PYTHON) benchmarks/transfer.py $(ARGS)
