@@ -4,7 +4,7 @@ MessagePack by msgspec: arrays whose first element says which message it is. Lis
 the bytes of little-endian arrays. ``docs/pool.md`` has the conversation.
 """
 
-from typing import TypeAlias
+from typing import Annotated, TypeAlias
 
 import msgspec
 
@@ -47,6 +47,10 @@ WORDS = (
 _CODES = {word: code for code, word in enumerate(WORDS)}
 
 
+Key: TypeAlias = Annotated[bytes, msgspec.Meta(min_length=1, max_length=LONGEST_KEY)]
+Keys: TypeAlias = Annotated[list[bytes], msgspec.Meta(max_length=MOST_KEYS)]
+
+
 def code_of(word: str) -> int:
     """The byte that stands for ``word``."""
     return _CODES[word]
@@ -64,7 +68,7 @@ class Open(msgspec.Struct, array_like=True, tag=1):
 
 class Exists(msgspec.Struct, array_like=True, tag=2):
     space: int
-    keys: list[bytes]
+    keys: Keys
 
 
 class Lookup(msgspec.Struct, array_like=True, tag=3):
@@ -73,7 +77,7 @@ class Lookup(msgspec.Struct, array_like=True, tag=3):
 
     number: int
     space: int
-    keys: list[bytes]
+    keys: Keys
     sizes: bytes
     left_ms: int
     released: list[int]
@@ -91,7 +95,7 @@ class Reserve(msgspec.Struct, array_like=True, tag=5):
 
     number: int
     space: int
-    keys: list[bytes]
+    keys: Annotated[list[Key], msgspec.Meta(max_length=MOST_KEYS)]
     sizes: bytes
     continues: bytes | None
     ttl_ms: int | None
@@ -110,7 +114,7 @@ class Commit(msgspec.Struct, array_like=True, tag=6):
 
 class Remove(msgspec.Struct, array_like=True, tag=7):
     space: int
-    keys: list[bytes]
+    keys: Keys
 
 
 class Clear(msgspec.Struct, array_like=True, tag=8):

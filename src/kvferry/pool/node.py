@@ -12,7 +12,7 @@ import shutil
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import compress
 from typing import Any, TypeAlias
 from weakref import finalize
@@ -180,9 +180,6 @@ class PoolNode:
         self._asked = time.monotonic()
         try:
             request = messages.decode_request(call.payload)
-            keys: Sequence[bytes] = getattr(request, "keys", ())
-            if len(keys) > messages.MOST_KEYS:
-                raise InvalidArgument(f"a request of {len(keys)} keys: {messages.MOST_KEYS} at most")
             answer = self._answers[type(request)](request, call)
         except (msgspec.DecodeError, InvalidArgument, IndexError, ValueError) as error:
             answer = messages.Failure("invalid", str(error))
@@ -293,9 +290,6 @@ class PoolNode:
     def _reserve(self, request: messages.Reserve, call: Any) -> msgspec.Struct:
         now = time.monotonic()
         sizes = self._begun(request, call)
-        lengths = set(map(len, request.keys))
-        if lengths and not 0 < min(lengths) <= max(lengths) <= messages.LONGEST_KEY:
-            raise InvalidArgument(f"keys have 1 to {messages.LONGEST_KEY} bytes")
         if request.ttl_ms is not None and request.ttl_ms < 1:
             raise InvalidArgument("a value stays for at least a millisecond")
         saving = self._store.reserve(
