@@ -128,7 +128,14 @@ void Registry::create_pool(std::size_t size_bytes, unsigned page_shift, std::siz
 
 // --- registering -----------------------------------------------------------------------------------------------------
 
-std::shared_ptr<Cache> Registry::add(Geometry geometry, KindId kind, const std::vector<std::optional<Key>>& keys, bool reachable) {
+namespace {
+std::vector<std::optional<Key>> bound(const std::vector<std::optional<Key>>& keys, KeyedBy by, std::uint64_t cache_id) {
+  if (by == KeyedBy::caller) return keys;
+  return {Key{Key::Space::blocks, 0, cache_id}};
+}
+}  // namespace
+
+std::shared_ptr<Cache> Registry::add(Geometry geometry, KindId kind, const std::vector<std::optional<Key>>& keys, bool reachable, KeyedBy by) {
   auto cache = std::make_shared<Cache>();
   cache->geometry = std::move(geometry);
   cache->geometry.cache_id = next_id();
@@ -136,12 +143,13 @@ std::shared_ptr<Cache> Registry::add(Geometry geometry, KindId kind, const std::
   cache->kind = kind;
   cache->reachable = reachable;
   cache->geometry.check();
-  return publish(std::move(cache), keys);
+  const auto cache_id = cache->geometry.cache_id;
+  return publish(std::move(cache), bound(keys, by, cache_id));
 }
 
 std::shared_ptr<Cache> Registry::allocate(std::string name, Layout layout, std::uint32_t tensors,
                                           std::uint64_t unit_bytes, std::uint64_t count,
-                                          const std::vector<std::optional<Key>>& keys, KeyUse use) {
+                                          const std::vector<std::optional<Key>>& keys, KeyUse use, KeyedBy by) {
   auto cache = std::make_shared<Cache>();
   Geometry& geometry = cache->geometry;
   geometry.cache_id = next_id();
@@ -177,7 +185,7 @@ std::shared_ptr<Cache> Registry::allocate(std::string name, Layout layout, std::
     }
     geometry.check();
     cache->readable = cache->writable = true;
-    return publish(cache, keys);
+    return publish(cache, bound(keys, by, geometry.cache_id));
   } catch (...) {
     give_back();
     throw;

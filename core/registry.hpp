@@ -50,6 +50,8 @@ struct Target {  // what a pull or push names on the far side
 // What uses up a request key of an allocated cache: the pull that names it, any pull of its row (by id or name too), nothing.
 enum class KeyUse : std::uint8_t { by_key = 0, by_row = 1, never = 2 };
 
+enum class KeyedBy : std::uint8_t { caller = 0, id = 1 };
+
 enum class Access : std::uint8_t { any = 0, read = 1, write = 2 };  // any: to describe, not to move
 
 // A registered cache. Immutable but for what is atomic; shared with the operations that use it.
@@ -103,12 +105,15 @@ class Registry {
 
   // `geometry.cache_id` is given here: 1, 2, 3 ..., never reused, consumed by failed calls of the range checks too.
   // A taken name is Error(exists). keys[i] names row i; nullopt skips. First registration of a key wins for request and
-  // prefix keys, the latest for the blocks key. Returns the cache.
-  std::shared_ptr<Cache> add(Geometry geometry, KindId kind, const std::vector<std::optional<Key>>& keys, bool reachable = true);
+  // prefix keys, the latest for the blocks key. Returns the cache. By KeyedBy::id it has no such keys, but a blocks key whose
+  // model is its id, for peers that can name blocks in no other way.
+  std::shared_ptr<Cache> add(Geometry geometry, KindId kind, const std::vector<std::optional<Key>>& keys, bool reachable = true,
+                             KeyedBy by = KeyedBy::caller);
   // From the pool. A key already bound or named twice, or more keys than rows, is Error(invalid_argument); without a
   // pool Error(unsupported).
   std::shared_ptr<Cache> allocate(std::string name, Layout layout, std::uint32_t tensors, std::uint64_t unit_bytes,
-                                  std::uint64_t count, const std::vector<std::optional<Key>>& keys, KeyUse use = KeyUse::by_key);
+                                  std::uint64_t count, const std::vector<std::optional<Key>>& keys, KeyUse use = KeyUse::by_key,
+                                  KeyedBy by = KeyedBy::caller);
   // Unregisters. False for unknown. Waits for whoever is inside; Error(busy) where the kernel holds a copy there: the cache
   // has ended for everybody, and remove() again says when its memory is free.
   bool remove(std::uint64_t cache_id);

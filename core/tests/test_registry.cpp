@@ -139,6 +139,22 @@ static void keys_name_rows() {
   CHECK_FAILS(Kind::not_found, "blocks key of model 5", table.registry.resolve(by_blocks_key(5), Access::read));
 }
 
+static void a_cache_may_be_keyed_by_its_id() {
+  Table table(true);
+  table.add();
+  Geometry geometry;
+  geometry.layout = Layout::mixed;
+  geometry.unit_bytes = geometry.stride_bytes = 100;
+  geometry.count = 4;
+  geometry.tensors.push_back({0x10000, 0, 0});
+  const auto registered = table.registry.add(geometry, host_kind, {}, true, KeyedBy::id);
+  const auto allocated = table.registry.allocate("", Layout::mixed, 1, 100, 4, {}, KeyUse::never, KeyedBy::id);
+  CHECK(registered->geometry.cache_id == 2 && allocated->geometry.cache_id == 3);
+  CHECK(table.registry.resolve(by_blocks_key(2), Access::read).cache == registered && table.registry.resolve(by_blocks_key(3), Access::read).cache == allocated);
+  CHECK(table.resolving(by_blocks_key(1)) == Kind::not_found && table.resolving(by_blocks_key(0)) == Kind::not_found);
+  CHECK(table.registry.deallocate(3) && table.registry.remove(2) && table.resolving(by_blocks_key(3)) == Kind::not_found && table.resolving(by_blocks_key(2)) == Kind::not_found);
+}
+
 static void of_registered_keys_the_first_wins_and_of_blocks_keys_the_latest() {
   Table table;
   table.add("", {request(7), blocks_key(1)});
@@ -437,6 +453,7 @@ int main() {
   addresses_lead_to_their_tensor();
   addresses_of_interleaved_tensors_are_told_apart();
   keys_name_rows();
+  a_cache_may_be_keyed_by_its_id();
   of_registered_keys_the_first_wins_and_of_blocks_keys_the_latest();
   keys_of_registered_caches_are_neither_removed_nor_consumed();
   allocated_keys_must_be_fresh();

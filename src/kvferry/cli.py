@@ -1,7 +1,8 @@
 """The command ``kvferry``.
 
 ``kvferry doctor`` says which transports work on this host, and what to change; ``kvferry pool`` runs a pool node, looks at
-the one of whoever asks, and ends it; ``kvferry replay`` says what a pool would have done for recorded requests.
+the one of whoever asks, and ends it; ``kvferry replay`` says what a pool would have done for recorded requests; ``kvferry
+cmake-dir`` and its like say where the C++ library is.
 """
 
 import argparse
@@ -15,6 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from kvferry import _core
 from kvferry.errors import KvferryError
 from kvferry.pool import program
 from kvferry.pool.eviction import POLICIES
@@ -22,6 +24,14 @@ from kvferry.pool.eviction import POLICIES
 __all__ = ["main"]
 
 PICTURES = (".png", ".pdf", ".svg")
+CPP_FOLDERS = {
+    "cmake-dir": ("lib/cmake/kvferry", "for C++: cmake -Dkvferry_DIR=$(kvferry cmake-dir), then find_package(kvferry)"),
+    "include-dir": ("include/kvferry", "for C++: where llm_datadist/llm_datadist.h is"),
+    "pkgconfig-dir": (
+        "lib/pkgconfig",
+        "for C++: PKG_CONFIG_PATH=$(kvferry pkgconfig-dir), package kvferry-llm-datadist",
+    ),
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -40,6 +50,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _add_replay(
         commands.add_parser("replay", help="recorded requests through a pool's store, bytes simulated: hit rates")
     )
+    for name, (folder, words) in CPP_FOLDERS.items():
+        commands.add_parser(name, help=words.replace("%", "%%")).set_defaults(run=_cpp_folder, folder=folder)
     chosen = parser.parse_args(arguments)
     try:
         status: int = chosen.run(chosen)
@@ -50,6 +62,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout = None  # or the interpreter tries once more, and says so
         return _failed(error)
     return status
+
+
+def _cpp_folder(chosen: argparse.Namespace) -> int:
+    # Beside the native module: Python files of an editable install lie somewhere else.
+    folder = Path(_core.__file__).parent / "cpp" / chosen.folder
+    if not folder.is_dir():
+        return _failed(OSError(f"{folder} does not exist: this kvferry was built without its C++ library"))
+    print(folder)
+    return 0
 
 
 def _add_pool(pool: argparse.ArgumentParser) -> None:

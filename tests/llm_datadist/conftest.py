@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from cpp_side import Door
 from datadist_side import Side
 
 from llm_datadist import LLMDataDist, LLMStatusCode
@@ -35,6 +36,20 @@ def start_there(peers: Callable[..., Peer]) -> Callable[..., Peer]:
         return peers(script, (cluster_id,), settings, name=f"cluster {cluster_id}")
 
     return start
+
+
+@pytest.fixture
+def doors() -> Iterator[Callable[..., Door]]:
+    """Makes instances of the C++ API in this process (arguments as `Door`), and drops them."""
+    made: list[Door] = []
+
+    def make(*arguments: Any, **options: Any) -> Door:
+        made.append(Door(*arguments, **options))
+        return made[-1]
+
+    yield make
+    for door in made:
+        door.drop()
 
 
 @pytest.fixture

@@ -9,7 +9,6 @@ import itertools
 import math
 import os
 import re
-import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -17,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
+from ports import LOOPBACK, free_port
 
 from llm_datadist import (
     BlocksCacheKey,
@@ -38,14 +38,6 @@ from llm_datadist import (
     TransferConfig,
     TransferWithCacheKeyConfig,
 )
-
-LOOPBACK = "127.0.0.1"
-
-
-def free_port() -> int:
-    with socket.socket() as taken:
-        taken.bind((LOOPBACK, 0))
-        return int(taken.getsockname()[1])
 
 
 def status_of(call: Callable[[], object], match: str = "") -> LLMStatusCode:

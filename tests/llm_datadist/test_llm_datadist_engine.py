@@ -11,7 +11,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from datadist_side import LOOPBACK, Events, Side, cluster, free_port, status_of
+from datadist_side import Events, Side, cluster, status_of
+from ports import LOOPBACK, free_port
 
 from llm_datadist import (
     BlocksCacheKey,

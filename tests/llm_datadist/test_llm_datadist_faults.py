@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from datadist_side import LOOPBACK, Side, status_of
+from datadist_side import Side, status_of
+from ports import LOOPBACK
 
 from cgroup_support import memory_cgroup
 from llm_datadist import LLMDataDist, LLMException, LLMRole, LLMStatusCode, _rules

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from datadist_side import LOOPBACK, Events, Side, cluster, free_port
+from datadist_side import Events, Side, cluster
+from ports import LOOPBACK, free_port
 
 from llm_datadist import (
     BlocksCacheKey,

@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from datadist_side import free_port
+from ports import free_port
 
 PROGRAM = """
 import json

@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from datadist_side import LOOPBACK, Side, free_port, status_of
+from datadist_side import Side, status_of
+from ports import LOOPBACK, free_port
 
 from llm_datadist import LLMException, LLMRole, LLMStatusCode, RegisterMemStatus
 from support import Peer

@@ -192,7 +192,7 @@ NB_MODULE(_rules, m) {
     const auto geometry = unit_geometry(num_tensors, shape, element_bits);
     return std::pair(geometry.unit_bytes, geometry.count);
   }, "num_tensors"_a, "shape"_a, "element_bits"_a);
-  m.def("check_addresses", &check_addresses, "given"_a, "num_tensors"_a);
+  m.def("check_addresses", &check_addresses, "given"_a, "num_tensors"_a, "one_is_0"_a);
   m.def("check_size", &check_size, "size"_a);
   m.def("check_row", [](const std::string& name, std::uint64_t row, std::uint64_t count) { check_row(name, row, count); }, "name"_a, "row"_a, "count"_a);
   m.def("check_tensors_per_layer", &check_tensors_per_layer, "tensors_per_layer"_a);

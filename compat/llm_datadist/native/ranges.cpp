@@ -42,9 +42,10 @@ std::optional<Layers> given(const char* name, Inclusive range) {
 
 }  // namespace
 
-void check_addresses(std::size_t given, std::uint64_t num_tensors) {
+void check_addresses(std::size_t given, std::uint64_t num_tensors, bool one_is_0) {
   if (given == 0) broken("addrs is empty");
   if (given != num_tensors) broken(given, " addresses are given for ", num_tensors, " tensors");
+  if (one_is_0) broken("addrs contains 0");
 }
 
 void check_size(std::int64_t size) {

@@ -202,7 +202,7 @@ struct UnitGeometry {
 UnitGeometry unit_geometry(std::uint64_t num_tensors, const std::vector<std::int64_t>& shape, std::uint64_t element_bits);
 
 // What a call may say of caches and rows; RuleError.
-void check_addresses(std::size_t given, std::uint64_t num_tensors);
+void check_addresses(std::size_t given, std::uint64_t num_tensors, bool one_is_0);
 void check_size(std::int64_t size);
 void check_row(std::string_view name, std::uint64_t row, std::uint64_t count);
 void check_tensors_per_layer(std::uint32_t tensors_per_layer);

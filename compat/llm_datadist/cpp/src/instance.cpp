@@ -19,6 +19,7 @@ using rules::said;
 namespace {
 
 constexpr std::size_t links_at_a_time = 16;  // that one call builds
+constexpr unsigned any_transport = 7;
 
 std::string contents(const char* path) {
   std::ostringstream out;
@@ -27,7 +28,7 @@ std::string contents(const char* path) {
 }
 
 unsigned transports_of(const rules::EngineOptions& options) {
-  if (!options.transports) return 7;
+  if (!options.transports) return any_transport;
   unsigned bits = 0;
   for (const auto& name : *options.transports) {
     unsigned bit = 0;
@@ -79,6 +80,10 @@ Ranges pushed(const KvCacheExtParam& layers, std::uint32_t num_tensors) {
   const auto width = layers.tensor_num_per_layer;
   const auto [source, destination] = rules::push_layers(inclusive(layers.src_layer_range), inclusive(layers.dst_layer_range), num_tensors, width);
   return {tensors_of(source, width), tensors_of(destination, width)};
+}
+
+std::shared_ptr<const kvferry::Moves> blocks_of(const std::vector<std::uint64_t>& from, const std::vector<std::uint64_t>& to, const Ranges& ranges) {
+  return kvferry::Moves::make_blocks(numbers(from), from.size(), numbers(to), to.size(), ranges.source, ranges.destination);
 }
 
 // What `work` gives; what it throws, as an answer: for threads, where nobody else would catch it.
@@ -298,14 +303,14 @@ rules::UnitGeometry geometry_of(const CacheDesc& desc) {
 }  // namespace
 
 std::int64_t Instance::register_cache(const CacheDesc& desc, const std::vector<std::uint64_t>& addresses) {
-  rules::check_addresses(addresses.size(), desc.num_tensors);
+  rules::check_addresses(addresses.size(), desc.num_tensors, std::ranges::find(addresses, 0u) != addresses.end());
   const auto units = geometry_of(desc);
   kvferry::Geometry geometry;
   geometry.layout = kvferry::Layout::mixed;
   geometry.unit_bytes = geometry.stride_bytes = units.unit_bytes;
   geometry.count = units.count;
   for (const auto address : addresses) geometry.tensors.push_back({address, 0, 0});
-  return static_cast<std::int64_t>(node_.registry().add(std::move(geometry), kvferry::host_kind, {})->geometry.cache_id);
+  return static_cast<std::int64_t>(node_.registry().add(std::move(geometry), kvferry::host_kind, {}, true, kvferry::KeyedBy::id)->geometry.cache_id);
 }
 
 void Instance::unregister_cache(std::int64_t cache_id) {
@@ -327,7 +332,8 @@ Cache Instance::allocate(const CacheDesc& desc) {
     throw Refused(rules::status::feature_not_enabled,
                   said("no memory pool is configured: give Initialize the option ", desc.placement == CachePlacement::kHost ? rules::option::host_pool : rules::option::device_pool));
   const auto bytes = share->wanted(desc.num_tensors, units.unit_bytes * units.count);
-  const auto cache = node_.registry().allocate("", kvferry::Layout::mixed, desc.num_tensors, units.unit_bytes, units.count, {}, kvferry::KeyUse::never);
+  const auto cache = node_.registry().allocate("", kvferry::Layout::mixed, desc.num_tensors, units.unit_bytes, units.count, {}, kvferry::KeyUse::never,
+                                                 kvferry::KeyedBy::id);
   share->take(cache->geometry.cache_id, bytes);
   Cache out;
   out.cache_id = static_cast<std::int64_t>(cache->geometry.cache_id);
@@ -374,15 +380,19 @@ kvferry::Target Instance::target(const Link& link, const CacheIndex& index, bool
   return target;
 }
 
-void Instance::pull(const CacheIndex& source, const kvferry::Cache& into, std::shared_ptr<const kvferry::Moves> moves) {
+template <class MakeMoves>
+void Instance::pull(const CacheIndex& source, const kvferry::Cache& into, MakeMoves&& make_moves) {
   const auto link = link_to(source.cluster_id);
-  const auto operation = node_.pull(link, target(link, source, false), into.geometry.cache_id, std::move(moves), deadline(), 7);
+  auto from = target(link, source, false);
+  const auto operation = node_.pull(link, std::move(from), into.geometry.cache_id, make_moves(), deadline(), any_transport);
   kvferry::checked(*operation, operation->run_here());
 }
 
-void Instance::push(const Cache& source, const CacheIndex& into, std::shared_ptr<const kvferry::Moves> moves) {
+template <class MakeMoves>
+void Instance::push(const Cache& source, const CacheIndex& into, MakeMoves&& make_moves) {
   const auto link = link_to(into.cluster_id);
-  const auto operation = node_.push(link, static_cast<std::uint64_t>(source.cache_id), target(link, into, true), std::move(moves), deadline(), 7);
+  auto to = target(link, into, true);
+  const auto operation = node_.push(link, static_cast<std::uint64_t>(source.cache_id), std::move(to), make_moves(), deadline(), any_transport);
   kvferry::checked(*operation, operation->run_here());
 }
 
@@ -391,7 +401,7 @@ void Instance::pull_row(const CacheIndex& source, std::int64_t into, std::uint32
   const auto mine = own(into);
   const auto ranges = pulled(layers, mine->geometry.tensors.size());
   rules::check_row("batch_index", row, mine->geometry.count);
-  pull(source, *mine, kvferry::Moves::make_row(source.batch_index, row, size_bytes, ranges.source, ranges.destination));
+  pull(source, *mine, [&] { return kvferry::Moves::make_row(source.batch_index, row, size_bytes, ranges.source, ranges.destination); });
 }
 
 void Instance::pull_blocks(const CacheIndex& source, std::int64_t into, const std::vector<std::uint64_t>& from, const std::vector<std::uint64_t>& to,
@@ -400,7 +410,7 @@ void Instance::pull_blocks(const CacheIndex& source, std::int64_t into, const st
   if (source.batch_index != 0) throw rules::RuleError(said("batch_index of the source must be 0 for blocks, but is ", source.batch_index));
   const auto mine = own(into);
   const auto ranges = pulled(layers, mine->geometry.tensors.size());
-  pull(source, *mine, kvferry::Moves::make_blocks(numbers(from), from.size(), numbers(to), to.size(), ranges.source, ranges.destination));
+  pull(source, *mine, [&] { return blocks_of(from, to, ranges); });
 }
 
 namespace {
@@ -413,7 +423,7 @@ void Instance::push_row(const Cache& source, const CacheIndex& into, std::uint32
   check_pusher(source);
   const auto ranges = pushed(layers, source.cache_desc.num_tensors);
   rules::check_row("src_batch_index", row, own(source.cache_id)->geometry.count);
-  push(source, into, kvferry::Moves::make_row(row, into.batch_index, -1, ranges.source, ranges.destination));
+  push(source, into, [&] { return kvferry::Moves::make_row(row, into.batch_index, -1, ranges.source, ranges.destination); });
 }
 
 void Instance::push_blocks(const Cache& source, const CacheIndex& into, const std::vector<std::uint64_t>& from, const std::vector<std::uint64_t>& to,
@@ -423,7 +433,7 @@ void Instance::push_blocks(const Cache& source, const CacheIndex& into, const st
   if (into.batch_index != 0) throw rules::RuleError(said("batch_index of the destination must be 0 for blocks, but is ", into.batch_index));
   const auto ranges = pushed(layers, source.cache_desc.num_tensors);
   own(source.cache_id);
-  push(source, into, kvferry::Moves::make_blocks(numbers(from), from.size(), numbers(to), to.size(), ranges.source, ranges.destination));
+  push(source, into, [&] { return blocks_of(from, to, ranges); });
 }
 
 // --- within this instance
@@ -443,12 +453,12 @@ void Instance::copy_row(std::int64_t source, std::int64_t into, std::uint32_t so
 void Instance::copy_blocks(std::int64_t source, std::int64_t into, const std::vector<std::uint64_t>& from, const std::vector<std::vector<std::uint64_t>>& to) {
   std::vector<std::uint64_t> sources, destinations;
   for (const auto& list : to) {
-    rules::check_paired(from.size(), list.size());
+    if (!from.empty() || !list.empty()) rules::check_paired(from.size(), list.size());
     sources.insert(sources.end(), from.begin(), from.end());
     destinations.insert(destinations.end(), list.begin(), list.end());
   }
-  const auto there = own(source), here = own(into);
   if (sources.empty()) return;
+  const auto there = own(source), here = own(into);
   // Within one cache a later pair may read what an earlier one has written.
   const auto moves = kvferry::Moves::make_blocks(numbers(sources), sources.size(), numbers(destinations), destinations.size(), {}, {}, source == into);
   node_.copy(there->geometry.cache_id, here->geometry.cache_id, *moves);

@@ -84,8 +84,11 @@ class Instance {
   void forget(std::int64_t cache_id);
   kvferry::Deadline deadline() const noexcept { return kvferry::Deadline::after_ms(options_.timeout_ms); }
   void listen(const rules::ListenAt& place);
-  void pull(const CacheIndex& source, const kvferry::Cache& into, std::shared_ptr<const kvferry::Moves> moves);
-  void push(const Cache& source, const CacheIndex& into, std::shared_ptr<const kvferry::Moves> moves);
+  // `make_moves` is asked once there is a link.
+  template <class MakeMoves>
+  void pull(const CacheIndex& source, const kvferry::Cache& into, MakeMoves&& make_moves);
+  template <class MakeMoves>
+  void push(const Cache& source, const CacheIndex& into, MakeMoves&& make_moves);
 
   const rules::EngineOptions options_;
   kvferry::Node node_;

@@ -30,9 +30,10 @@ static void elements_of_half_a_byte_are_rounded_up_by_the_tensor() {
 }
 
 static void what_a_call_may_say() {
-  check_addresses(2, 2), check_size(-1), check_size(1), check_row("row", 1, 2), check_tensors_per_layer(1), check_timeout(1), check_paired(1, 1);
-  CHECK_FAILS(RuleError, "empty", (check_addresses(0, 0), 0));
-  CHECK_FAILS(RuleError, "3 addresses are given for 2", (check_addresses(3, 2), 0));
+  check_addresses(2, 2, false), check_size(-1), check_size(1), check_row("row", 1, 2), check_tensors_per_layer(1), check_timeout(1), check_paired(1, 1);
+  CHECK_FAILS(RuleError, "empty", (check_addresses(0, 0, false), 0));
+  CHECK_FAILS(RuleError, "3 addresses are given for 2", (check_addresses(3, 2, false), 0));
+  CHECK_FAILS(RuleError, "contains 0", (check_addresses(2, 2, true), 0));
   for (const std::int64_t size : {0, -2}) CHECK_FAILS(RuleError, "size", (check_size(size), 0));
   CHECK_FAILS(RuleError, "row is 2, the cache has 2", (check_row("row", 2, 2), 0));
   CHECK_FAILS(RuleError, "over 0", (check_tensors_per_layer(0), 0));

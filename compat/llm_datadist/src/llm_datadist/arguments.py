@@ -64,8 +64,7 @@ def addresses(cache_desc: CacheDesc, addrs: list[int], exact: bool) -> None:
     raise_if_false(len(addrs) > 0, "addrs is empty")
     if exact:
         with rules_as_exceptions():
-            _rules.check_addresses(len(addrs), cache_desc.num_tensors)
-        raise_if_false(all(addrs), "addrs contains 0")
+            _rules.check_addresses(len(addrs), cache_desc.num_tensors, not all(addrs))
     for address in addrs:
         if not 0 <= address < 1 << 64:
             raise TypeError(f"addrs only support addresses from 0 to 2^64-1, but got {address}")

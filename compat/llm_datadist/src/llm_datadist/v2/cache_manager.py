@@ -109,6 +109,9 @@ class CacheManager(CacheTable):
         from_blocks = isinstance(src_cache_key, BlocksCacheKey)
         if bool(src_blocks) != from_blocks:
             raise_if_false(False, "src_blocks must be given with a BlocksCacheKey, and with no other key")
+        if from_blocks and len(sources) != len(into):  # the rule, without the detour for what does not break it
+            with arguments.rules_as_exceptions():
+                check_paired(len(sources), len(into))
         if isinstance(src_cache_key, BlocksCacheKey):
             src_cache_key._check_ids()
         elif isinstance(src_cache_key, CacheKey):

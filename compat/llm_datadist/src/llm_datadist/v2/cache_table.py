@@ -71,8 +71,7 @@ class CacheTable:
         cache_desc._is_blocks = True
         self._check_open("register_blocks_cache")
         with arguments.rules_as_exceptions():
-            _rules.check_addresses(len(addrs), cache_desc.num_tensors)
-        raise_if_false(all(addrs) or not accessible, "addrs contains 0")
+            _rules.check_addresses(len(addrs), cache_desc.num_tensors, accessible and not all(addrs))
         return self._register(cache_desc, addrs, keys, accessible, is_blocks=True)
 
     def _register(
