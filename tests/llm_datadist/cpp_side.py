@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 from ports import LOOPBACK, free_port
 
-
 HERE = Path(__file__).resolve().parent
 EXAMPLES = HERE.parent.parent / "compat" / "llm_datadist" / "cpp" / "examples"
 SCRIPTS = Path(sysconfig.get_path("scripts"))
@@ -87,10 +86,22 @@ def shim() -> Any:
     return loaded
 
 
-FUNCTIONS = (
-    "initialize set_role link unlink register unregister allocate deallocate pull_cache pull_blocks push_cache "
-    "push_blocks copy_cache copy_blocks"
-).split()
+FUNCTIONS = [
+    "initialize",
+    "set_role",
+    "link",
+    "unlink",
+    "register",
+    "unregister",
+    "allocate",
+    "deallocate",
+    "pull_cache",
+    "pull_blocks",
+    "push_cache",
+    "push_blocks",
+    "copy_cache",
+    "copy_blocks",
+]
 
 
 def words(texts: Sequence["str | None"]) -> Any:
