@@ -116,7 +116,7 @@ Need Pull::step() {
                                              (link_->reasons().second.empty() ? "" : "cma: " + link_->reasons().second + "; ") +
                                              "allow " + (link_->transports(socket_bit) != 0 ? "socket" : "others in both nodes' transports"));
         if (!source_ && ask_.told && one_sided() != 0 && has_segments(*ask_.told)) source_ = ask_.told;
-        if (!source_ && ask_.keep && one_sided() != 0) source_ = link_->kept(ask_.target);
+        if (!source_ && ask_.keep && one_sided() != 0) was_kept_ = (source_ = link_->kept(ask_.target)) != nullptr;
         if (source_) {
           phase_ = Phase::plan;
         } else if (ask_.resolve_only || ask_.describe_only || one_sided() != 0 ||
@@ -352,6 +352,7 @@ void Pull::choose_transport() {
     if ((usable & map_bit) != 0 && source_->geometry.mappable()) {
       transport_ = Transport::map;
       if (source_->segments.empty()) {
+        was_kept_ = false;
         auto mapped = std::make_shared<Source>(*source_);
         for (const auto& tensor : mapped->geometry.tensors) {
           auto segment = link_->segment(tensor.segment);
@@ -375,7 +376,10 @@ void Pull::choose_transport() {
                                        : of_files ? "it, or where it is to go, is memory mapped from a file (shared memory too), which has to be sent; allow socket"
                                                   : "it, or where it is to go, is " + source_->geometry.kind +
                                                         " memory that has to be sent; allow socket"));
-  if (transport_ != Transport::socket && ask_.keep && !source_->consume && !ask_.source) link_->keep(ask_.target, source_);
+  if (transport_ != Transport::socket && ask_.keep && !was_kept_ && !source_->consume && !ask_.source) {
+    link_->keep(ask_.target, source_);
+    was_kept_ = true;
+  }
 }
 
 // ---- one-sided
@@ -417,9 +421,10 @@ bool Pull::copy_one_sided() {
     failure_.touched = touched_;
     throw Error(failure_);
   }
-  // Everything was copied; is it the owner's, and did it still stand? Only now, after the last byte (the look fences).
+  // Everything was copied; is it the owner's, and did it still stand? Only now, after the last byte (the look fences). Of a
+  // process that has ended cma would have read neither the bytes nor the word behind them.
   if (!source_stands()) throw Error(gone());
-  if (link_->peer_process_ended())
+  if (transport_ != Transport::cma && link_->peer_process_ended())
     throw Error({Kind::peer_lost, "the process of " + link_->label() + " has ended", touched_, true});
   return true;
 }

@@ -92,6 +92,7 @@ class Pull : public Operation {
   std::shared_ptr<const Plan> plan_;
   SourceSelect select_;
   bool have_select_ = false;
+  bool was_kept_ = false;  // source_ is what the link keeps
   Transport transport_ = Transport::none;
   Phase phase_ = Phase::begin, after_send_ = Phase::begin;
   bool small_ = true;
@@ -132,7 +133,7 @@ class PreparedPull {
   void resolve(Deadline deadline);
   Engine& engine_;
   std::shared_ptr<Link> link_;
-  PullAsk ask_;
+  PullAsk ask_;  // as it was given; what was found out stands in source_ and plan_
   std::mutex mutex_;
   std::shared_ptr<const Source> source_;
   std::shared_ptr<const Plan> plan_;

@@ -86,22 +86,10 @@ def shim() -> Any:
     return loaded
 
 
-FUNCTIONS = [
-    "initialize",
-    "set_role",
-    "link",
-    "unlink",
-    "register",
-    "unregister",
-    "allocate",
-    "deallocate",
-    "pull_cache",
-    "pull_blocks",
-    "push_cache",
-    "push_blocks",
-    "copy_cache",
-    "copy_blocks",
-]
+FUNCTIONS = (
+    *("initialize", "set_role", "link", "unlink", "register", "unregister", "allocate", "deallocate"),
+    *("pull_cache", "pull_blocks", "push_cache", "push_blocks", "copy_cache", "copy_blocks"),
+)
 
 
 def words(texts: Sequence["str | None"]) -> Any:

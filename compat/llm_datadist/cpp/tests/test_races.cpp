@@ -76,8 +76,8 @@ void an_instance_is_finalized_beside_calls() {
     std::atomic<int> pulled{0};
     std::vector<std::thread> threads;
     for (int number = 0; number < 2; ++number)
-      threads.emplace_back([&] {
-        while (b.datadist.PullKvCache({1, 1}, mine.cache) == LLM_SUCCESS) ++pulled;
+      threads.emplace_back([&, number] {  // each into a row of its own
+        while (b.datadist.PullKvCache({1, 1}, mine.cache, static_cast<uint32_t>(number)) == LLM_SUCCESS) ++pulled;
       });
     while (pulled.load() == 0) std::this_thread::yield();
     b.datadist.Finalize();
