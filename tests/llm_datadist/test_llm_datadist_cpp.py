@@ -104,6 +104,16 @@ def test_a_build_without_python_is_installed_where_one_says(tmp_path: Path) -> N
     assert "usage" in answer.stderr
 
 
+def test_the_example_of_the_docs_compiles(tmp_path: Path) -> None:
+    (block,) = re.findall(r"```cpp\n(.*?)```", (ROOT / "docs" / "cpp.md").read_text(), re.DOTALL)
+    head, body = block.split("\n\n", 1)
+    source = tmp_path / "example.cpp"
+    source.write_text(f"{head}\nStatus example(uint64_t k_address, uint64_t v_address) {{\n{body}return ret;\n}}\n")
+    flags = "-std=c++14 -Wall -Wextra -pedantic -Werror -fsyntax-only".split()
+    answer = compiled(*flags, f"-I{folder('include-dir')}", source)
+    assert answer.returncode == 0, answer.stderr
+
+
 # --- the examples
 
 
