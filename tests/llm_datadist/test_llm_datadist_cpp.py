@@ -109,7 +109,7 @@ def test_the_example_of_the_docs_compiles(tmp_path: Path) -> None:
     head, body = block.split("\n\n", 1)
     source = tmp_path / "example.cpp"
     source.write_text(f"{head}\nStatus example(uint64_t k_address, uint64_t v_address) {{\n{body}return ret;\n}}\n")
-    flags = "-std=c++14 -Wall -Wextra -pedantic -Werror -fsyntax-only".split()
+    flags = ["-std=c++14", "-Wall", "-Wextra", "-pedantic", "-Werror", "-fsyntax-only"]
     answer = compiled(*flags, f"-I{folder('include-dir')}", source)
     assert answer.returncode == 0, answer.stderr
 
