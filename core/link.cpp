@@ -9,7 +9,9 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <chrono>
 #include <cstring>
+#include <thread>
 
 #include "interrupt.hpp"
 #include "serve.hpp"
@@ -496,7 +498,7 @@ bool Link::take_down(Outcome reason) {
     const std::lock_guard lock(mutex_);
     if (!alive_.load()) return false;
     death_ = std::move(reason);
-    alive_.store(false, std::memory_order_release);
+    alive_.store(false, std::memory_order_seq_cst);
     for (auto& [_, weak] : operations_)
       if (auto operation = weak.lock()) operations.push_back(std::move(operation));
     server_lanes.swap(server_lanes_);
@@ -513,8 +515,15 @@ bool Link::take_down(Outcome reason) {
 }
 
 bool Link::wait_until_quiet(const Deadline& until) {
-  std::unique_lock lock(mutex_);
-  return wait_on(quiet_, lock, until, [this] { return operations_.empty(); });
+  {
+    std::unique_lock lock(mutex_);
+    if (!wait_on(quiet_, lock, until, [this] { return operations_.empty(); })) return false;
+  }
+  while (!alive_.load(std::memory_order_seq_cst) && brief_.load(std::memory_order_seq_cst) != 0) {
+    if (until.passed()) return false;
+    std::this_thread::sleep_for(std::chrono::microseconds(20));
+  }
+  return true;
 }
 
 std::size_t Link::operations() const {

@@ -189,6 +189,20 @@ class Link : public std::enable_shared_from_this<Link> {
   void keep(const Target& target, std::shared_ptr<const Source> source);
   bool stands(const Source& source) const noexcept;  // its guards, and its epoch if that matters
 
+  // Stands round what takes microseconds and waits for nobody: it is counted, and not known one by one. A link that is down
+  // is quiet only when all of these are over.
+  class Brief {
+   public:
+    explicit Brief(Link& link) noexcept : link_(link) { link_.brief_.fetch_add(1, std::memory_order_seq_cst); }
+    ~Brief() { link_.brief_.fetch_sub(1, std::memory_order_release); }
+    Brief(const Brief&) = delete;
+    Brief& operator=(const Brief&) = delete;
+    // Crosswise with take_down() and wait_until_quiet(), as GuardTable's enter() and end() are: one of the two sees the other.
+    explicit operator bool() const noexcept { return link_.alive_.load(std::memory_order_seq_cst); }
+
+   private:
+    Link& link_;
+  };
   void begin(const std::shared_ptr<Operation>& operation);  // throws Error if down
   void end(Operation& operation) noexcept;
   void add_server_lane(const std::shared_ptr<ServerLane>& lane);
@@ -206,6 +220,7 @@ class Link : public std::enable_shared_from_this<Link> {
   Engine& engine_;
   mutable std::mutex mutex_;
   std::atomic<bool> alive_{true};
+  std::atomic<unsigned> brief_{0};
   std::atomic<bool> map_ok_, cma_ok_;
   Outcome death_;
   std::unordered_map<std::uint32_t, std::shared_ptr<PeerSegment>> segments_;

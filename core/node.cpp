@@ -158,6 +158,21 @@ std::shared_ptr<Pull> Node::pull(const std::shared_ptr<Link>& link, Target targe
   return std::make_shared<Pull>(e, link, deadline, std::move(ask));
 }
 
+void Node::pull_now(const std::shared_ptr<Link>& link, Target target, std::uint64_t into, std::shared_ptr<const Moves> moves, Deadline deadline,
+                    unsigned transports) {
+  auto& e = engine();
+  check_names(target, false);
+  PullAsk ask;
+  ask.target = std::move(target);
+  ask.destination = destination_cache(e, into);
+  ask.moves = std::move(moves);
+  ask.transports = transports;
+  Pull at_once(e, link, deadline, std::move(ask));
+  if (at_once.run_at_once()) return;
+  const auto operation = std::make_shared<Pull>(e, link, deadline, at_once.ask_again_for());
+  checked(*operation, operation->run_here());
+}
+
 std::string Node::resolution(const std::string& window) {
   Target target;
   target.by = Target::By::window;

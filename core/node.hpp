@@ -62,6 +62,10 @@ class Node {
   std::shared_ptr<Pull> pull(const std::shared_ptr<Link>& link, Target target, std::optional<std::uint64_t> into, std::shared_ptr<const Moves> moves,
                              Deadline deadline, unsigned transports,
                              std::string_view resolution = {});
+  // The whole of a pull, which throws if it fails. One that is small and needs no answer from anybody goes without all that an
+  // operation takes which others may wait for, cancel or hear of.
+  void pull_now(const std::shared_ptr<Link>& link, Target target, std::uint64_t into, std::shared_ptr<const Moves> moves, Deadline deadline,
+                unsigned transports);
   // What `window` stands for, in bytes that a peer may be told in any way, and gives to pull() as `resolution`.
   std::string resolution(const std::string& window);
   std::shared_ptr<Push> push(const std::shared_ptr<Link>& link, std::optional<std::uint64_t> source, Target target, std::shared_ptr<const Moves> moves,

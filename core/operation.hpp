@@ -121,6 +121,8 @@ class Operation : public std::enable_shared_from_this<Operation> {
   virtual void put_aside(Need need);  // until its descriptor is readable or writable: then schedule()
   virtual int descriptor() const noexcept;
   void finish(Outcome outcome, std::uint64_t bytes, Transport transport);
+  // For one that nobody shares and that was never begun: nothing is left of it anywhere.
+  void finish_unshared() noexcept { finished_.store(true, std::memory_order_relaxed); }
 
   // The lane in use, if any; what step() waits for by readable/writable.
   bool take_lane(LaneUse use);  // false: return Need::lane

@@ -23,6 +23,8 @@ constexpr std::uint64_t cma_piece_bytes = 4 << 20, cma_big_piece_bytes = 16 << 2
 constexpr std::uint64_t alone_from_bytes = 1 << 20;    // a call more costs 0.5 us
 constexpr std::uint32_t spans_per_piece = 1000;        // with the identity word still below IOV_MAX
 constexpr std::uint64_t small_reply_bytes = 16 << 10;  // taken in one piece and copied on: cheaper than three system calls
+constexpr std::uint64_t at_once_bytes = 64 << 10;
+constexpr std::size_t at_once_spans = 64;
 constexpr std::size_t spans_per_receive = 256;
 constexpr std::uint64_t bytes_per_receive = 512 << 10;
 
@@ -76,7 +78,9 @@ Destination destination_memory(const std::shared_ptr<const Moves>& moves) {
 }
 
 Pull::Pull(Engine& engine, std::shared_ptr<Link> link, Deadline deadline, PullAsk ask, const char* verb)
-    : Operation(engine, std::move(link), deadline, verb), ask_(std::move(ask)), source_(ask_.source) {}
+    : Operation(engine, std::move(link), deadline, verb), ask_(std::move(ask)), source_(ask_.source) {
+  touched_ = ask_.touched_before;
+}
 
 std::string Pull::subject() const { return ask_.describe_only ? ask_.target.label() : ask_.destination.geometry().label(); }
 
@@ -235,7 +239,7 @@ Need Pull::step() {
 bool Pull::will_not_wait(std::uint64_t bytes) {
   constexpr std::size_t spans_at_most = 256;  // to check and to plan more takes longer than giving up the GIL may
   if (one_sided() == 0 || ask_.moves->spans.size() > spans_at_most) return false;
-  if (!source_ && ask_.keep) source_ = link_->kept(ask_.target);
+  if (!source_ && ask_.keep) was_kept_ = (source_ = link_->kept(ask_.target)) != nullptr;
   if (!source_ || source_->consume || source_->geometry.kind != "host") return false;
   if (source_->segments.empty() && source_->file_backed) return false;
   try {
@@ -245,6 +249,25 @@ bool Pull::will_not_wait(std::uint64_t bytes) {
     return true;
   }
   return plan_->total() <= bytes;
+}
+
+bool Pull::run_at_once() {
+  finish_unshared();
+  const Link::Brief counted(*link_);
+  if (!counted || !will_not_wait(at_once_bytes) || !plan_ || plan_->runs.size() * plan_->tensors > at_once_spans) return false;
+  try {
+    choose_transport();
+  } catch (const Error&) {  // said by step()
+    return false;
+  }
+  if (transport_ == Transport::socket || must_stop()) return false;
+  const auto total = plan_->total();
+  const bool copied = copy_piece(PlanCursor(*plan_), total).ok();
+  touched_ |= any_bytes_.load(std::memory_order_relaxed);
+  if (!copied || !source_stands() || (transport_ != Transport::cma && link_->peer_process_ended())) return false;
+  link_->pulls.fetch_add(1, std::memory_order_relaxed);
+  link_->bytes_pulled.fetch_add(total, std::memory_order_relaxed);
+  return true;
 }
 
 // ---- the conversation

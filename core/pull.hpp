@@ -33,6 +33,7 @@ struct PullAsk {
   bool keep = true;                      // the resolution may be kept on the link
   bool resolve_only = false;             // to prepare: nothing is copied
   bool describe_only = false;            // to describe: there is no destination
+  bool touched_before = false;           // something that was tried may have written to the destination already
 };
 
 class Pull : public Operation {
@@ -46,6 +47,14 @@ class Pull : public Operation {
   // Whether it will run to its end on this thread without an answer from anybody and copies at most that much: then
   // its caller need not step aside for others meanwhile. To be asked before it runs.
   bool will_not_wait(std::uint64_t bytes);
+  // All of it at once, on this thread, if it will not wait and is small: for one that nobody shares. False: it is none of
+  // these, or something was in its way, and another pull has to say what.
+  bool run_at_once();
+  // What it was asked for, for the pull that is made then.
+  PullAsk ask_again_for() {
+    ask_.touched_before = touched_;
+    return std::move(ask_);
+  }
   void use_plan(std::shared_ptr<const Plan> plan) { plan_ = std::move(plan); }  // before it runs
 
  protected:

@@ -305,6 +305,75 @@ static void a_prepared_pull_follows_its_target() {
   CHECK_ENDS(Kind::not_found, "unregistered", prepared->operation(Deadline::after_ms(1000))->run_here());
 }
 
+static void a_small_pull_goes_at_once_and_says_the_same_when_it_cannot() {
+  Pair pair;
+  pair.make_pools();
+  Owned into(pair.here->registry(), {"into"});
+  auto& registry = pair.there->registry();
+  for (const unsigned transports : {by_map, by_cma, by_socket}) {
+    const auto source = allocated(registry, {"kv"});
+    fill(*source, 3);
+    const auto pull = [&](std::shared_ptr<const Moves> moves) {
+      pair.here->pull_now(pair.link, by_id(source->geometry.cache_id), into.id(), std::move(moves), Deadline::after_ms(5000), transports);
+    };
+    const auto pulls = pair.link->pulls.load(), bytes = pair.link->bytes_pulled.load();
+    for (std::uint32_t i = 0; i < 20; ++i) {
+      fill(*into.cache, 9);
+      pull(blocks({1}, {i % 8}));
+      CHECK(holds(*into.cache, 0, i % 8, 3, 0, 1) && holds(*into.cache, 1, i % 8, 3, 1, 1) && holds(*into.cache, 1, (i + 1) % 8, 9, 1, (i + 1) % 8));
+    }
+    CHECK(pair.link->pulls.load() == pulls + 20 && pair.link->bytes_pulled.load() == bytes + std::uint64_t{20} * 2 * 4096 && pair.link->operations() == 0);
+    CHECK_FAILS(Kind::invalid_argument, "block 99", pull(blocks({1}, {99})));
+    CHECK_FAILS(Kind::not_found, "row 99", pull(row(99, 0)));
+    pull(whole());
+    CHECK(registry.deallocate(source->geometry.cache_id));
+    CHECK_FAILS(Kind::not_found, "", pull(blocks({1}, {2})));
+  }
+  const auto source = allocated(registry, {"kv"});
+  const auto pull = [&](std::int64_t timeout_ms) {
+    pair.here->pull_now(pair.link, by_id(source->geometry.cache_id), into.id(), blocks({1}, {2}), Deadline::after_ms(timeout_ms), any_transport);
+  };
+  pull(1000);
+  CHECK_FAILS(Kind::deadline, "time was up", pull(-1));
+  pair.here->registry().remove(into.id());
+  CHECK_FAILS(Kind::not_found, "no cache", pull(1000));
+  Owned again(pair.here->registry(), {"again"});
+  pair.here->unlink(pair.link, Deadline::after_ms(1000), false);
+  CHECK_FAILS(Kind::not_linked, "", pair.here->pull_now(pair.link, by_id(source->geometry.cache_id), again.id(), blocks({1}, {2}), Deadline::after_ms(1000), any_transport));
+}
+
+// Threads go on with small pulls while their link goes down and their caches end: no byte is written after that.
+static void small_pulls_end_with_their_link_and_their_cache() {
+  for (int turn = 0; turn < 20; ++turn) {
+    Pair pair;
+    const Shape raced{"kv", 2, 8, 4096, 0, Layout::mixed, true};
+    Owned from(pair.there->registry(), raced), into(pair.here->registry(), raced);
+    fill(*from.cache, 3);
+    std::atomic<int> pulled{0};
+    std::vector<std::thread> threads;
+    for (int number = 0; number < 2; ++number)
+      threads.emplace_back([&, number] {
+        try {
+          for (;;) {
+            pair.here->pull_now(pair.link, by_id(from.id()), into.id(), blocks({1}, {number}), Deadline::after_ms(5000), any_transport);
+            ++pulled;
+          }
+        } catch (const Error& error) {
+          const auto kind = error.outcome().kind;
+          CHECK(kind == Kind::not_linked || kind == Kind::not_found);
+        }
+      });
+    while (pulled.load() < 10) std::this_thread::yield();
+    if (turn % 2 == 0)
+      pair.here->unlink(pair.link, Deadline::after_ms(5000), true);
+    else
+      CHECK(pair.here->registry().remove(into.id()));
+    fill(*into.cache, 9);
+    for (auto& thread : threads) thread.join();
+    for (std::uint32_t unit = 0; unit < 2; ++unit) CHECK(holds(*into.cache, 1, unit, 9, 1, unit));
+  }
+}
+
 static void memory_of_another_kind_goes_through_its_copier() {
   enable_test_kind();
   Pair pair;
@@ -366,6 +435,8 @@ int main() {
   a_request_key_of_an_allocated_cache_is_pulled_once();
   of_many_pulls_of_one_key_one_succeeds();
   a_prepared_pull_follows_its_target();
+  a_small_pull_goes_at_once_and_says_the_same_when_it_cannot();
+  small_pulls_end_with_their_link_and_their_cache();
   memory_of_another_kind_goes_through_its_copier();
   segments_that_come_and_go_cost_no_transport();
   return TEST_RESULT();

@@ -384,8 +384,7 @@ template <class MakeMoves>
 void Instance::pull(const CacheIndex& source, const kvferry::Cache& into, MakeMoves&& make_moves) {
   const auto link = link_to(source.cluster_id);
   auto from = target(link, source, false);
-  const auto operation = node_.pull(link, std::move(from), into.geometry.cache_id, make_moves(), deadline(), any_transport);
-  kvferry::checked(*operation, operation->run_here());
+  node_.pull_now(link, std::move(from), into.geometry.cache_id, make_moves(), deadline(), any_transport);
 }
 
 template <class MakeMoves>
