@@ -99,4 +99,5 @@ def main(scenario: str, role: str, address: str) -> None:
     print("finalized", flush=True)
 
 
-main(*sys.argv[1:])
+if __name__ == "__main__":
+    main(*sys.argv[1:])
