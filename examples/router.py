@@ -3,7 +3,9 @@ and answers by others.
 
     python examples/router.py --prefill http://127.0.0.1:8100 --decode http://127.0.0.1:8200 --port 8000
 
-Each of --prefill and --decode may be given several times; they are taken in turns. What matters here is what happens when
+Each of --prefill and --decode may be given several times; they are taken in turns. With --prefill-node HOST:PORT for each
+prefill, the place where its connector listens, prompts are pushed layer by layer while they are computed: both instances
+get the request at once. What matters here is what happens when
 something fails: a prefill that cannot be had costs its head start and not the answer, a decode that cannot be had is
 replaced by the next one, and a client that goes away ends its request wherever that is.
 
@@ -31,7 +33,7 @@ from starlette.routing import Route
 T = TypeVar("T")
 log = logging.getLogger("router")
 
-CONNECTING_S = 2.0
+CONNECTING_S = 10.0  # a host that is gone; a process that is gone is known at once
 ASK_FOR_HANDOVER = {
     "do_remote_decode": True,
     "do_remote_prefill": False,
@@ -62,8 +64,9 @@ class Fleet:
 
 
 class Router:
-    def __init__(self, prefill: list[str], decode: list[str], timeout_s: float) -> None:
+    def __init__(self, prefill: list[str], decode: list[str], nodes: list[str], timeout_s: float) -> None:
         self._prefill, self._decode = Fleet(prefill, timeout_s), Fleet(decode, timeout_s)
+        self._nodes = dict(zip((f"{url.rstrip('/')}/" for url in prefill), nodes, strict=True)) if nodes else {}
         self.app = Starlette(
             routes=[
                 Route("/v1/completions", self.complete, methods=["POST"]),
@@ -93,6 +96,8 @@ class Router:
             return JSONResponse({"error": {"message": "the body is no JSON object", "type": "BadRequest"}}, 400)
         path, headers = request.url.path, _headers(request)
         try:
+            if self._nodes:
+                return await _while_there(request, self._pushed(path, headers, body))
             given = await _while_there(request, self._prefilled(path, headers, body))
             if isinstance(given, httpx.Response):  # the request itself is wrong, and the prefill instance has said so
                 return _passed_on(given)
@@ -113,20 +118,32 @@ class Router:
 
     # -----------------------------------------------------------------------------------------------------------------
 
+    async def _pushed(self, path: str, headers: dict[str, str], body: dict[str, Any]) -> Response:
+        """Both at once. Should the prefill fail, the decode instance hears of it from its own connector, and computes."""
+        own, name = body.get("kv_transfer_params") or {}, uuid.uuid4().hex
+        client = next(iter(self._prefill))
+        host, _, port = self._nodes[str(client.base_url)].rpartition(":")
+        told = {"do_remote_prefill": True, "kvferry_push": name, "remote_host": host, "remote_port": int(port)}
+        decoding = asyncio.ensure_future(self._decoded(path, headers, body | {"kv_transfer_params": {**own, **told}}))
+        asked = _first_token_only(body, {**own, "do_remote_decode": True, "kvferry_push": name})
+        prefilling = asyncio.ensure_future(client.post(path, json=asked, headers=headers))
+        try:
+            return await decoding
+        finally:
+            if not decoding.done() or decoding.cancelled():
+                prefilling.cancel()
+                decoding.cancel()
+            prefilling.add_done_callback(_said)
+
     async def _prefilled(self, path: str, headers: dict[str, str], body: dict[str, Any]) -> Any:
         """What the decode instance is to be told; or the answer of a prefill instance that refuses the request."""
         own = body.get("kv_transfer_params") or {}
-        asked = body | {"stream": False, "max_tokens": 1, "kv_transfer_params": {**own, **ASK_FOR_HANDOVER}}
-        asked.pop("stream_options", None)
-        if "max_completion_tokens" in asked:
-            asked["max_completion_tokens"] = 1
-        if asked.get("min_tokens"):
-            asked["min_tokens"] = 1
+        asked = _first_token_only(body, {**own, **ASK_FOR_HANDOVER})
         for client in self._prefill:
             try:
                 answer = await client.post(path, json=asked, headers=headers)
             except httpx.TransportError as error:
-                log.warning("prefill at %s: %s", client.base_url, error or type(error).__name__)
+                log.warning("prefill at %s: %s", client.base_url, repr(error))
                 continue
             if 400 <= answer.status_code < 500:
                 return answer
@@ -142,7 +159,7 @@ class Router:
             try:
                 answer = await client.send(client.build_request("POST", path, json=body, headers=headers), stream=True)
             except httpx.TransportError as error:
-                log.warning("decode at %s: %s", client.base_url, error or type(error).__name__)
+                log.warning("decode at %s: %s", client.base_url, repr(error))
                 continue
             if answer.status_code >= 500:
                 log.warning("decode at %s answered %d", client.base_url, answer.status_code)
@@ -151,6 +168,21 @@ class Router:
             media_type = answer.headers.get("content-type")
             return StreamingResponse(_content(answer), answer.status_code, media_type=media_type)
         return _nobody("decode")
+
+
+def _first_token_only(body: dict[str, Any], params: dict[str, Any]) -> dict[str, Any]:
+    asked = body | {"stream": False, "max_tokens": 1, "kv_transfer_params": params}
+    asked.pop("stream_options", None)
+    if "max_completion_tokens" in asked:
+        asked["max_completion_tokens"] = 1
+    if asked.get("min_tokens"):
+        asked["min_tokens"] = 1
+    return asked
+
+
+def _said(prefilling: "asyncio.Future[httpx.Response]") -> None:
+    if not prefilling.cancelled() and prefilling.exception() is not None:
+        log.warning("prefill: %r", prefilling.exception())
 
 
 async def _content(answer: httpx.Response) -> AsyncIterator[bytes]:
@@ -200,12 +232,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="A front for prefill and decode instances of vLLM.")
     parser.add_argument("--prefill", action="append", required=True, metavar="URL")
     parser.add_argument("--decode", action="append", required=True, metavar="URL")
+    parser.add_argument("--prefill-node", action="append", default=[], metavar="HOST:PORT")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--timeout-s", type=float, default=600.0, help="how long an instance may be silent")
     asked = parser.parse_args()
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
-    router = Router(asked.prefill, asked.decode, asked.timeout_s)
+    router = Router(asked.prefill, asked.decode, asked.prefill_node, asked.timeout_s)
     uvicorn.run(router.app, host=asked.host, port=asked.port, log_level="warning")
 
 

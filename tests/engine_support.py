@@ -159,8 +159,13 @@ class Engine:
         tokens = sum(count for _, count in computing)
         orders = self.scheduler.step(Step(scheduled, preempted, tokens))
         self.worker.begin(orders)
+        for layer in range(len(self.caches)):
+            for request, count in computing:
+                self._compute(request, layer, count)
+            self.worker.layer_saved(f"layer {layer}")
         for request, count in computing:
-            self._compute(request, count)
+            request.computed += count
+            request.made += count
         self.worker.start_loads(orders)
         if computing:  # vLLM before 0.30 says nothing after a step that computes nothing
             self.worker.start_saves(orders)
@@ -208,12 +213,9 @@ class Engine:
         request.blocks += [self.free.pop(0) for _ in range(needed)]
         return True
 
-    def _compute(self, request: Running, count: int) -> None:
+    def _compute(self, request: Running, layer: int, count: int) -> None:
         for position in range(request.computed, request.computed + count):
-            for layer in range(len(self.caches)):
-                self._cell(request, layer, position)[:] = expected(request.tokens, layer, position)
-        request.computed += count
-        request.made += count
+            self._cell(request, layer, position)[:] = expected(request.tokens, layer, position)
 
     def _cell(self, request: Running, layer: int, position: int) -> npt.NDArray[Any]:
         return self.caches[layer][request.blocks[position // BLOCK], :, position % BLOCK]

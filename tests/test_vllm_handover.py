@@ -1,6 +1,7 @@
 """Two vLLM servers, one that prefills and one that decodes, the router of examples/ before them, and a pool beside them."""
 
 import json
+import random
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from pool_support import NodeProcess
 from vllm_support import ROOT, Server, free_port, make_model, prompt, transfer_config
 
 pytestmark = [pytest.mark.vllm, pytest.mark.deadline(500)]
@@ -26,10 +28,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Pair:
-    """A prefill and a decode server without a pool, and a router."""
+    """A prefill and a decode server, a pool, and a router."""
 
-    def __init__(self, model: Path, folder: Path, **extra: Any) -> None:
-        self.model, self.folder, self.extra = model, folder, {"pool": "off"} | extra
+    node: NodeProcess
+
+    def __init__(self, model: Path, folder: Path, pool: str, **extra: Any) -> None:
+        self.model, self.folder, self.extra = model, folder, {"pool": pool, "revive_ms": 200} | extra
         self.prefill, self.decode = self.start("prefill", 0), self.start("decode", 1)
         try:
             self.prefill.wait()
@@ -47,23 +51,7 @@ class Pair:
         return Server(self.model, transfer_config(role, **self.extra), self.folder / f"{name}.log", core, port=port)
 
     def ask(self, tokens: list[int], **body: Any) -> dict[str, Any]:
-        import httpx
-
-        asked = {"model": "model", "prompt": tokens, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
-        end = time.monotonic() + 60
-        while True:
-            try:
-                answer = httpx.post(
-                    f"http://127.0.0.1:{self.port}/v1/completions",
-                    json=asked | {"return_token_ids": True} | body,
-                    timeout=120,
-                )
-                break
-            except httpx.ConnectError:  # the router is still starting
-                assert time.monotonic() < end
-                time.sleep(0.1)
-        assert answer.status_code == 200, answer.text
-        return dict(answer.json())
+        return asked_of(self.port, tokens, **body)
 
     def close(self) -> None:
         self.router.terminate()
@@ -72,20 +60,45 @@ class Pair:
         self.decode.close()
 
 
+def asked_of(port: int, tokens: list[int], **body: Any) -> dict[str, Any]:
+    """What the router's client hears."""
+    import httpx
+
+    asked = {"model": "model", "prompt": tokens, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+    end = time.monotonic() + 60
+    while True:
+        try:
+            answer = httpx.post(
+                f"http://127.0.0.1:{port}/v1/completions", json=asked | {"return_token_ids": True} | body, timeout=120
+            )
+            break
+        except httpx.ConnectError:  # the router is still starting
+            assert time.monotonic() < end
+            time.sleep(0.1)
+    assert answer.status_code == 200, answer.text
+    return dict(answer.json())
+
+
 def tokens_of(answer: dict[str, Any]) -> list[int]:
     return list(answer["choices"][0]["token_ids"])
 
 
 @pytest.fixture(scope="module")
 def pair(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    pair = Pair(model, tmp_path_factory.mktemp("pair"), window_ttl_ms=5000, pull_timeout_ms=3000)
-    yield pair
-    pair.close()
+    folder = tmp_path_factory.mktemp("pair")
+    node = NodeProcess(f"unix:{folder}/pool.sock", "256MiB")
+    try:
+        pair = Pair(model, folder, node.address, window_ttl_ms=5000, pull_timeout_ms=3000)
+        pair.node = node
+        yield pair
+        pair.close()
+    finally:
+        node.stop()
 
 
 def alone(pair: Pair, tokens: list[int]) -> list[int]:
-    """What the decode server answers by itself."""
-    return tokens_of(pair.decode.complete(tokens))
+    """What the decode server answers when it has nothing from elsewhere."""
+    return tokens_of(pair.decode.complete(tokens, kv_transfer_params={"kvferry": {"read": False, "store": False}}))
 
 
 def test_decode_goes_on_where_prefill_has_ended(pair: Pair) -> None:
@@ -134,6 +147,28 @@ def test_fifty_requests_at_once(pair: Pair) -> None:
     assert all(len(answer) == 8 for answer in answers)
 
 
+def test_fifty_requests_while_pool_and_prefill_are_killed(pair: Pair) -> None:
+    chance = random.Random(1)
+    prompts = [prompt(500 + number % 40, 100 + 9 * (number % 40)) for number in range(50)]
+    right = {len(tokens): alone(pair, tokens) for tokens in prompts[:40:8]}
+
+    def killing() -> None:
+        for _ in range(6):
+            time.sleep(chance.uniform(0.1, 0.6))
+            pair.node.kill()
+            pair.node.start()
+        pair.prefill.kill()
+
+    with ThreadPoolExecutor(51) as threads:
+        kills = threads.submit(killing)
+        answers = [tokens_of(answer) for answer in threads.map(pair.ask, prompts)]
+        kills.result()
+    pair.prefill = pair.start("prefill", 0, pair.prefill.port).wait()
+    assert all(len(answer) == 8 for answer in answers)
+    for tokens, answer in zip(prompts, answers, strict=True):
+        assert answer == right.get(len(tokens), answer)
+
+
 def test_clients_that_go_away_leave_nothing_behind(pair: Pair) -> None:
     import httpx
 
@@ -163,6 +198,7 @@ def test_prefill_killed_and_restarted(pair: Pair) -> None:
     tokens = prompt(400, LENGTH)
     given = pair.prefill.complete(tokens, 1, kv_transfer_params=ASKED)["kv_transfer_params"]
     pair.prefill.kill()
+    given["kvferry"] = {"read": False}
     failed = tokens_of(pair.decode.complete(tokens, kv_transfer_params=given))
     missed = {name: n for name, n in pair.decode.metrics().items() if name.startswith("tokens_missed")}
     assert missed.get("tokens_missed:peer_lost", 0) >= LENGTH, missed
@@ -204,3 +240,30 @@ def test_decode_killed_and_restarted(pair: Pair) -> None:
     given = pair.prefill.complete(tokens, 1, kv_transfer_params=ASKED)["kv_transfer_params"]
     pair.decode.complete(tokens, kv_transfer_params=given)
     assert pair.decode.metrics()["tokens_used:handover"] == LENGTH
+
+
+def test_pushed_layer_by_layer(model: Path, tmp_path: Path) -> None:
+    """Both get the request at once; prefill pushes what it computes into the window that decode has opened."""
+    node = f"127.0.0.1:{free_port()}"
+    servers = [
+        Server(model, transfer_config("kv_producer", pool="off", push=True, listen=node), tmp_path / "prefill.log", 0),
+        Server(model, transfer_config("kv_consumer", pool="off", push=True), tmp_path / "decode.log", 1),
+    ]
+    try:
+        prefill, decode = (server.wait() for server in servers)
+        port = free_port()
+        words = ["--port", str(port), "--prefill", prefill.url, "--decode", decode.url, "--prefill-node", node]
+        router = subprocess.Popen([sys.executable, str(ROOT / "examples" / "router.py"), *words])
+        try:
+            for seed in range(3):
+                tokens = prompt(600 + seed, 1000 + seed)
+                assert tokens_of(asked_of(port, tokens)) == tokens_of(prefill.complete(tokens))
+        finally:
+            router.terminate()
+            router.wait(20)
+        assert decode.metrics()["tokens_used:handover"] == 3003
+        prefill.complete([1, 2, 3])
+        assert prefill.metrics()["handovers:pushed"] == 3
+    finally:
+        for server in servers:
+            server.close()

@@ -102,6 +102,8 @@ class Server:
         for family in text_string_to_metric_families(self.get("/metrics")):
             for sample in family.samples:
                 name = sample.name.removeprefix("vllm:").removesuffix("_total")
+                if name.endswith("_created"):
+                    continue
                 if name.startswith("kvferry_"):
                     label = next(v for k, v in sample.labels.items() if k not in ("model_name", "engine"))
                     name = f"{name.removeprefix('kvferry_')}:{label}"

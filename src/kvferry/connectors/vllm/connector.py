@@ -128,7 +128,7 @@ class KvferryConnector(KVConnectorBase_V1):
         return
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
-        return
+        self._work.layer_saved(layer_name)
 
     def wait_for_save(self) -> None:
         self._work.start_saves(self._orders())
@@ -211,6 +211,11 @@ class KvferryConnector(KVConnectorBase_V1):
             return None
         counted = self._scheduler.counts.take()
         return KvferryStats(data=counted) if counted else None
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """Layers of a graph are not heard of one by one."""
+        return bool(extra_config.get("push"))
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KvferryStats:

@@ -17,8 +17,18 @@ from typing import Any
 import msgspec
 
 from kvferry import Call, DeadlineExceeded, KvferryError, Link, Node, NodeClosed, Transfer, Window
-from kvferry.connectors.vllm.handed import Open, Opened, Release, new_token
-from kvferry.connectors.vllm.orders import Pull
+from kvferry.connectors.vllm.handed import (
+    Answered,
+    Expecting,
+    Open,
+    Opened,
+    Pushed,
+    Release,
+    advertised_at,
+    new_token,
+)
+from kvferry.connectors.vllm.orders import Orders, Pull, Receive
+from kvferry.connectors.vllm.push import Receiving, Sending
 from kvferry.connectors.vllm.settings import Settings
 
 __all__ = ["Ferry", "Pulled"]
@@ -39,7 +49,7 @@ WORDS = {
 class Pulled:
     """How a pull has ended: how many of its last blocks are not filled, and why."""
 
-    pull: Pull
+    pull: Pull | Receive
     failed: int
     why: str
     seconds: float
@@ -55,7 +65,12 @@ class _Held:
 
 class Ferry:
     def __init__(
-        self, arrays: list[Any], settings: Settings, rank: int, now: Callable[[], float] = time.monotonic
+        self,
+        arrays: list[Any],
+        settings: Settings,
+        rank: int,
+        geometry: str,
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._now = now
         self._node = Node(secret=settings.node_secret, program="kvferry-vllm")
@@ -71,6 +86,10 @@ class Ferry:
         self._moving: dict[str, Transfer] = {}
         self._given_up: set[str] = set()
         self._threads = ThreadPoolExecutor(THREADS, "kvferry-vllm-pull")
+        self._sending = Sending(self._cache, self._link, geometry, settings.window_ttl_ms / 1000)
+        advertised = advertised_at(self.address, settings.advertise)
+        self._receiving = Receiving(self._cache, self._link, lambda: advertised, self._threads)
+        self._unreceived: list[Pulled] = []
         self._answering = Thread(target=self._answer, name="kvferry-vllm-answers", daemon=True)
         self._answering.start()
 
@@ -87,7 +106,23 @@ class Ferry:
                     del self._windows[name]
                     held.window.close()  # from here on nobody reads through it, and its blocks may be others'
                     words[f"handovers {held.how}"] += 1
-            return {held.request_id for held in self._windows.values()}
+            held_by = {held.request_id for held in self._windows.values()}
+        return held_by | self._sending.held(words, now)
+
+    def begin(self, orders: Orders) -> None:
+        """Before a step: what it computes of pushed requests leaves layer by layer."""
+        for request_id in orders.ended:
+            self._sending.interrupted(request_id)
+        for send in orders.sends:
+            self._sending.step(send, self._now())
+        for push_id, whole in orders.sent.items():
+            self._sending.finished(push_id, whole, self._now())
+
+    def layer_ready(self, layer: int) -> None:
+        self._sending.layer_ready(layer)
+
+    def stepped(self) -> None:
+        self._sending.stepped()
 
     def _answer(self) -> None:
         while True:
@@ -103,12 +138,18 @@ class Ferry:
             call = None
 
     def _heard(self, call: Call) -> None:
-        said = msgspec.msgpack.decode(call.payload, type=Open | Release)
+        said = msgspec.msgpack.decode(call.payload, type=Open | Release | Expecting | Pushed)
         if isinstance(said, Release):
             with self._lock:
                 held = self._windows.get(said.window)
                 if held is not None:
                     held.how = "given" if said.read else "not_wanted"
+            return
+        if isinstance(said, Pushed):
+            self._receiving.pushed(said)
+            return
+        if isinstance(said, Expecting):
+            self._threads.submit(self._expected, call, said)  # it links, which may take its time
             return
         if said.token != self.token:
             call.answer(msgspec.msgpack.encode(Opened(b"", "that is for this worker's own scheduler alone")))
@@ -121,6 +162,13 @@ class Ferry:
         with self._lock:
             self._windows[window.name] = _Held(said.request_id, window, self._now() + said.ttl_ms / 1000)
         call.answer(msgspec.msgpack.encode(Opened(window.name)))
+
+    def _expected(self, call: Call, said: Expecting) -> None:
+        try:
+            why = self._sending.expected(said, self._now())
+        except KvferryError as error:
+            why = str(error)
+        call.answer(msgspec.msgpack.encode(Answered(why)))
 
     # --- taking ------------------------------------------------------------------------------------------------------
 
@@ -135,13 +183,24 @@ class Ferry:
             if request_id in self._pulling:
                 self._given_up.add(request_id)
             moving = self._moving.get(request_id)
+        self._receiving.cancel(request_id)
         if moving is not None:
             moving.cancel()
 
     def ended(self) -> list[Pulled]:
         """The pulls that have ended since the last time."""
         done = [request_id for request_id, (_, future) in self._pulling.items() if future.done()]
-        return [self._pulling.pop(request_id)[1].result() for request_id in done]
+        ended, self._unreceived = self._unreceived, []
+        ended += [self._pulling.pop(request_id)[1].result() for request_id in done]
+        for receive, why, seconds in self._receiving.ended(self._now()):
+            ended.append(Pulled(receive, len(receive.blocks) if why else 0, why, seconds))
+        return ended
+
+    def receive(self, receive: Receive, rank: int) -> None:
+        """Waits for what another instance pushes; returns at once."""
+        why = self._receiving.receive(receive, rank, self._now())
+        if why:
+            self._unreceived.append(Pulled(receive, len(receive.blocks), why, 0.0))
 
     def _pulled(self, pull: Pull, rank: int, began: float) -> Pulled:
         """On a thread of its own; whatever happens, it comes back with how it ended."""

@@ -15,7 +15,20 @@ from kvferry.connectors.vllm.orders import Place
 from kvferry.connectors.vllm.requests import Handed
 from kvferry.connectors.vllm.settings import Settings
 
-__all__ = ["Handed", "Open", "Opened", "Release", "Windows", "new_token", "read", "write"]
+__all__ = [
+    "Answered",
+    "Expecting",
+    "Handed",
+    "Open",
+    "Opened",
+    "Pushed",
+    "Release",
+    "Windows",
+    "advertised_at",
+    "new_token",
+    "read",
+    "write",
+]
 
 OPENING_MS = 300  # the engine waits for it, once per request that is handed over
 
@@ -41,11 +54,36 @@ class Release(msgspec.Struct, array_like=True, tag="release"):
     read: bool
 
 
+class Expecting(msgspec.Struct, array_like=True, tag="expecting"):
+    """To a worker of a prefill: push the blocks of request ``id``, from its block ``first`` on, through this window of the node
+    at ``address``, into these blocks."""
+
+    id: str
+    window: bytes
+    address: str
+    first: int
+    blocks: list[int]
+    geometry: str
+    model: str
+    prompt: str
+
+
+class Answered(msgspec.Struct, array_like=True):
+    why: str = ""
+
+
+class Pushed(msgspec.Struct, array_like=True, tag="pushed"):
+    """To a worker of a decode: everything of request ``id`` has come, or why it will not."""
+
+    id: str
+    why: str
+
+
 class Windows:
     """Asks the workers of this instance for windows, over links of its own."""
 
     def __init__(self, places: Sequence[Place], settings: Settings) -> None:
-        self.addresses = [_advertised(place.address, settings.advertise) for place in places]
+        self.addresses = [advertised_at(place.address, settings.advertise) for place in places]
         self._ttl_ms = settings.window_ttl_ms
         self._places = places
         self._node = Node(secret=settings.node_secret, program="kvferry-vllm-scheduler", copy_threads=1)
@@ -107,6 +145,12 @@ def write(
 
 def read(params: Mapping[str, Any]) -> Handed:
     """:raises InvalidArgument: they are not what :func:`write` makes, and the sentence says what is wrong."""
+    if params.get("kvferry_push"):
+        try:
+            host, port = str(params["remote_host"]), int(params["remote_port"])
+        except (KeyError, TypeError, ValueError):
+            raise InvalidArgument("it is to be pushed, and remote_host and remote_port do not say by whom") from None
+        return Handed([f"{host}:{port}"], [], [], 0, "", "", "", str(params["kvferry_push"]))
     try:
         given = msgspec.convert({name: params[name] for name in _NEEDED if name in params}, type=_Words, strict=True)
         windows = [bytes.fromhex(name) for name in given.kvferry_windows]
@@ -144,5 +188,5 @@ def new_token() -> bytes:
     return secrets.token_bytes(16)
 
 
-def _advertised(address: str, host: str) -> str:
+def advertised_at(address: str, host: str) -> str:
     return f"{host}:{address.rpartition(':')[2]}" if host else address

@@ -7,7 +7,7 @@ has registered and where it can be reached.
 from collections import Counter
 from dataclasses import dataclass, field
 
-__all__ = ["Load", "Orders", "Place", "Pull", "Report", "Save"]
+__all__ = ["Load", "Orders", "Place", "Pull", "Receive", "Report", "Save", "Send"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +45,39 @@ class Pull:
     timeout_ms: int
 
 
+@dataclass(frozen=True, slots=True)
+class Receive:
+    """Blocks that another instance is to push into: its request ``id``, from its block ``first`` on."""
+
+    id: str
+    request_id: str
+    addresses: list[str]
+    first: int
+    blocks: list[int]
+    geometry: str
+    model: str
+    prompt: str
+    timeout_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """A request that is pushed to who waits for it: all its blocks, of which the first ``whole`` have their last bytes when
+    this step has ended."""
+
+    id: str
+    request_id: str
+    blocks: list[int]
+    whole: int
+    model: str
+    prompt: str
+
+
 @dataclass(slots=True)
 class Orders:
     """Of one step. ``ended``: requests whose blocks are no longer theirs after a preemption, so that no save of theirs may
     read on. ``awaited``: finished requests whose blocks are reused when the worker reports that nothing reads them. ``tokens``:
-    how many the step computes."""
+    how many the step computes. ``sent``: pushed requests that have ended, and whether all of their prompt was computed."""
 
     loads: list[Load] = field(default_factory=list)
     pulls: list[Pull] = field(default_factory=list)
@@ -57,9 +85,21 @@ class Orders:
     ended: set[str] = field(default_factory=set)
     awaited: set[str] = field(default_factory=set)
     tokens: int = 0
+    receives: list[Receive] = field(default_factory=list)
+    sends: list[Send] = field(default_factory=list)
+    sent: dict[str, bool] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
-        return bool(self.loads or self.pulls or self.saves or self.ended or self.awaited)
+        return bool(
+            self.receives
+            or self.sends
+            or self.sent
+            or self.loads
+            or self.pulls
+            or self.saves
+            or self.ended
+            or self.awaited
+        )
 
 
 @dataclass(slots=True)

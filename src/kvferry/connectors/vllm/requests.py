@@ -44,7 +44,8 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Handed:
-    """What another instance said of a request that it has prefilled: ``kv_transfer_params``, understood."""
+    """What another instance said of a request that it has prefilled: ``kv_transfer_params``, understood. ``pushed_as``: it
+    prefills it now, and pushes it under this name; then there are no windows and no blocks."""
 
     addresses: list[str]
     windows: list[bytes]
@@ -53,6 +54,7 @@ class Handed:
     geometry: str
     model: str
     prompt: str
+    pushed_as: str = ""
 
 
 @dataclass(slots=True)
@@ -76,6 +78,7 @@ class Request:
     model: str
     handed: Handed | None = None
     hands_over: bool = False
+    pushed_as: str = ""
     keys: list[bytes] = field(default_factory=list)
     present: list[bool] = field(default_factory=list)
     why_absent: str = ""

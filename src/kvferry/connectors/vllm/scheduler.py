@@ -7,13 +7,14 @@ vLLM. Driven by the façade, on the engine's thread. ``now`` is the clock it is 
 import logging
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from kvferry import InvalidArgument, KvferryError, Pool
 from kvferry.connectors.vllm import handed
 from kvferry.connectors.vllm.breaker import Breaker
 from kvferry.connectors.vllm.counts import Counts
 from kvferry.connectors.vllm.identity import extend_keys, of_rank, prompt_digest
-from kvferry.connectors.vllm.orders import Load, Orders, Place, Pull, Report, Save
+from kvferry.connectors.vllm.orders import Load, Orders, Place, Pull, Receive, Report, Save, Send
 from kvferry.connectors.vllm.pace import Pace
 from kvferry.connectors.vllm.pools import SICK, open_pool, stand_ins
 from kvferry.connectors.vllm.requests import Asked, Offer, Request, Step
@@ -97,11 +98,15 @@ class SchedulerSide:
         request = Request(asked, wishes, salt, f"{self._model} {asked.adapter}")
         params = asked.params or {}
         request.hands_over = self._windows is not None and bool(params.get("do_remote_decode"))
+        if request.hands_over and self._settings.push:
+            request.pushed_as = str(params.get("kvferry_push") or "")
         if params.get("do_remote_prefill") and self._takes_over and self._place is None:
             self.counts.add("handovers", "not_ready")
         elif params.get("do_remote_prefill") and self._takes_over:
             try:
                 request.handed = handed.read(params)
+                if request.handed.pushed_as:
+                    self._expect_push(request)
             except InvalidArgument as error:
                 self._say(f"A request that another instance has prefilled is computed again: {error}")
                 self.counts.add("handovers", "not_understood")
@@ -114,6 +119,26 @@ class SchedulerSide:
                 self._let_go(request)
         if request.handed is None:
             self._look(request)
+
+    def _expect_push(self, request: Request) -> None:
+        """:raises InvalidArgument: this instance takes none."""
+        assert request.handed is not None and self._place is not None
+        if not self._settings.push:
+            request.handed = None
+            raise InvalidArgument('it is to be pushed, and this instance takes no pushes: set "push": true on both')
+        host, _, port = request.handed.addresses[0].rpartition(":")
+        addresses = [f"{host}:{int(port) + rank}" for rank in range(self._world)]
+        tokens = len(request.asked.tokens)
+        digest = prompt_digest(request.asked.tokens)
+        request.handed = replace(
+            request.handed,
+            addresses=addresses,
+            windows=[b""] * self._world,
+            tokens=tokens,
+            geometry=self._place.geometry,
+            model=request.model,
+            prompt=digest,
+        )
 
     def _unlike(self, request: Request) -> str:
         assert request.handed is not None and self._place is not None
@@ -253,6 +278,9 @@ class SchedulerSide:
 
     def _pull(self, request: Request, there: "handed.Handed", first: int, count: int) -> None:
         request.handed = None  # once; should it fail, the pool may have it, else it is computed
+        if there.pushed_as:
+            self._receive(request, there, first, request.blocks[first : first + count])
+            return
         theirs, mine = there.blocks[first : first + count], request.blocks[first : first + count]
         wait_ms = self._settings.pull_timeout_ms
         self._orders.pulls.append(
@@ -261,10 +289,30 @@ class SchedulerSide:
         if count:
             request.loading = (first, count)
 
+    def _receive(self, request: Request, there: "handed.Handed", first: int, blocks: list[int]) -> None:
+        wait_ms = self._settings.push_timeout_ms
+        self._orders.receives.append(
+            Receive(
+                there.pushed_as,
+                request.asked.id,
+                there.addresses,
+                first,
+                blocks,
+                there.geometry,
+                there.model,
+                there.prompt,
+                wait_ms,
+            )
+        )
+        if blocks:
+            request.loading = (first, len(blocks))
+
     def _let_go(self, request: Request) -> None:
         """Nobody will come for what another instance holds for this request: it may reuse its blocks."""
         there, request.handed = request.handed, None
-        if there is not None:
+        if there is not None and there.pushed_as:
+            self._receive(request, there, 0, [])
+        elif there is not None:
             self._orders.pulls.append(Pull("", there.addresses, there.windows, [], [], there.geometry, 1000))
 
     # --- steps -------------------------------------------------------------------------------------------------------
@@ -282,9 +330,18 @@ class SchedulerSide:
             if request is None:
                 continue
             request.blocks = list(scheduled.blocks) if scheduled.all_blocks else request.blocks + scheduled.blocks
+            if request.pushed_as:
+                self._send(request, scheduled.computed_after, orders)
             if storing:
                 self._save(request, scheduled.computed_after, orders, now)
         return orders
+
+    def _send(self, request: Request, computed: int, orders: Orders) -> None:
+        prompt, size = request.asked.prompt_tokens, self._block_tokens
+        whole = -(-prompt // size) if computed >= prompt else computed // size
+        digest = prompt_digest(request.asked.tokens[:prompt])
+        blocks = request.blocks[: -(-prompt // size)]
+        orders.sends.append(Send(request.pushed_as, request.asked.id, blocks, whole, request.model, digest))
 
     def _save(self, request: Request, computed: int, orders: Orders, now: float) -> None:
         # Tokens that are not known yet (speculated ones, and those of a step still in flight) name no block.
@@ -374,6 +431,10 @@ class SchedulerSide:
         if request.loading is not None:
             self._orders.ended.add(request_id)  # the engine itself keeps the blocks until the load is reported
             return False, None
+        if request.pushed_as:
+            self._orders.sent[request.pushed_as] = whole and computed >= request.asked.prompt_tokens
+            self._orders.awaited.add(request_id)
+            return True, None
         if whole and request.hands_over and self._windows is not None:
             params = self._hand_over(request, blocks, computed)
             if params is not None:

@@ -34,6 +34,8 @@ class Settings:
     ``pull_timeout_ms``      how long it may wait for what another instance hands over
     ``save_timeout_ms``      how long a block may be kept from being reused because it is still being saved
     ``handover``             whether requests are handed over between prefill and decode instances
+    ``push``                 whether requests may also be handed over by push, layer by layer (see docs/vllm.md)
+    ``push_timeout_ms``      how long a request waits for what is pushed, its computing elsewhere included
     ``listen``               where other instances may link to this one's workers: ``"host:port"``; port 0 takes a free one,
                              any other is the port of rank 0
     ``advertise``            the host that they are told; that of ``listen`` unless given
@@ -54,6 +56,8 @@ class Settings:
     pull_timeout_ms: int = 1000
     save_timeout_ms: int = 2000
     handover: bool = True
+    push: bool = False
+    push_timeout_ms: int = 30_000
     listen: str = "127.0.0.1:0"
     advertise: str = ""
     window_ttl_ms: int = 60_000
@@ -114,7 +118,7 @@ def _check(what: str, name: str, value: Any) -> None:
     if name.endswith("_ms"):
         if type(value) is not int or not 1 <= value <= LONGEST_MS:
             raise InvalidArgument(f"{what} is {value!r}: give whole milliseconds from 1 to {LONGEST_MS}")
-    elif name in ("handover", "bounded"):
+    elif name in ("handover", "bounded", "push"):
         if not isinstance(value, bool):
             raise InvalidArgument(f"{what} is {value!r}: give true or false")
     elif name == "pool":

@@ -61,6 +61,8 @@ class WorkerSide:
         self._awaited: set[str] = set()
         self._failed: set[int] = set()
         self._report = Report()
+        self._begun: Orders | None = None
+        self._layers: dict[str, int] = {}
         self._tokens, self._began = 0, 0.0
 
     def registered(self, tensors: "dict[str, Any]", blocks: int, attention: str = "") -> Place:
@@ -71,11 +73,12 @@ class WorkerSide:
         once = _each_once(tensors)
         place = place_of(once, blocks, attention)
         arrays = list(once.values())
+        self._layers = {name: number for number, name in enumerate(once)}
         if not self._settings.pool_off:
             self._pool = open_pool(self._settings)
             self._pool.register(arrays)
         if self._settings.handover:
-            self._ferry = Ferry(arrays, self._settings, self._rank)
+            self._ferry = Ferry(arrays, self._settings, self._rank, place.geometry)
             place = Place(
                 place.units, place.dtype, place.itemsize, place.layout, self._ferry.address, self._ferry.token
             )
@@ -86,6 +89,9 @@ class WorkerSide:
 
     def begin(self, orders: Orders) -> None:
         """Before anything of this step writes into a block: saves of blocks that have changed hands read no further."""
+        if self._begun is orders:  # vLLM says it twice where requests may be preempted
+            return
+        self._begun = orders
         for saving in list(self._saving.values()):
             if saving.save.request_id in orders.ended:
                 saving.future.cancel()
@@ -95,6 +101,8 @@ class WorkerSide:
             elif self._ferry is not None:
                 self._ferry.cancel(request_id)
         self._awaited |= orders.awaited
+        if self._ferry is not None:
+            self._ferry.begin(orders)
         self._tokens, self._began = orders.tokens, self._now()
 
     def start_loads(self, orders: Orders) -> None:
@@ -108,15 +116,24 @@ class WorkerSide:
                 self._lost.append(load)
             else:
                 self._loading[load.request_id] = _Loading(load, future)
-        for pull in orders.pulls:
-            if self._ferry is not None:
+        if self._ferry is not None:
+            for pull in orders.pulls:
                 self._ferry.pull(pull, self._rank)
+            for receive in orders.receives:
+                self._ferry.receive(receive, self._rank)
+
+    def layer_saved(self, name: str) -> None:
+        """This step has written its blocks of this layer."""
+        if self._ferry is not None and name in self._layers:
+            self._ferry.layer_ready(self._layers[name])
 
     def start_saves(self, orders: Orders) -> None:
         """After the step has written its blocks; not in every step that computes nothing."""
         if self._tokens >= LEAST_TOKENS:
             self._report.pace = (self._tokens, self._now() - self._began)
         self._tokens = 0
+        if self._ferry is not None:
+            self._ferry.stepped()
         for save in orders.saves:
             assert self._pool is not None
             keys = of_rank(save.keys, self._rank, self._world)

@@ -1,0 +1,196 @@
+"""Handover by push, layer by layer, below the façade: two engines, each with a worker of its own."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from engine_support import Engine, Running, prompt
+from pool_support import until
+
+pytestmark = pytest.mark.quick("layer_by_layer")
+Pair = Callable[..., tuple[Engine, Engine]]
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    made: list[Engine] = []
+
+    def make(**settings: Any) -> tuple[Engine, Engine]:
+        made.extend(Engine(handover=True, push=True, **{"layers": 5} | settings) for _ in range(2))
+        return made[-2], made[-1]
+
+    yield make
+    for engine in made:
+        engine.close()
+
+
+def asked(prefill: Engine, name: str = "p") -> tuple[dict[str, Any], dict[str, Any]]:
+    """What a router that pushes says to the two."""
+    host, _, port = prefill.place.address.rpartition(":")
+    return (
+        {"do_remote_decode": True, "kvferry_push": name},
+        {"do_remote_prefill": True, "kvferry_push": name, "remote_host": host, "remote_port": int(port)},
+    )
+
+
+def together(prefill: Engine, decode: Engine, *requests: Running) -> None:
+    """Both engines step until these requests have ended and nothing is held."""
+
+    def over() -> bool:
+        for engine in (prefill, decode):
+            engine.step()
+        return all(request.state == "finished" and not request.delayed for request in requests)
+
+    until(over, 30.0)
+
+
+def waits(prefill: Engine, decode: Engine, name: str = "p") -> None:
+    """Until the prefill knows where its request is to go."""
+
+    def known() -> bool:
+        decode.step()
+        ferry = prefill.worker._ferry
+        assert ferry is not None
+        return name in ferry._sending._sent
+
+    until(known)
+
+
+@pytest.mark.parametrize("chunk", [1000, 7])
+def test_a_request_is_pushed_layer_by_layer_while_it_is_computed(pair: Pair, chunk: int) -> None:
+    prefill, decode = pair(chunk=chunk)
+    tokens = prompt(1, 43)
+    to_prefill, to_decode = asked(prefill)
+    taker = decode.add("b", tokens, output=6, params=to_decode)
+    waits(prefill, decode)
+    giver = prefill.add("a", tokens, params=to_prefill)
+    prefill.step()
+    ferry = prefill.worker._ferry
+    assert ferry is not None and len(ferry._sending._sent["p"].pushes) == 1, "it leaves with the first step"
+    together(prefill, decode, giver, taker)
+    assert taker.taken == 43 and taker.made == 6
+    assert prefill.counted()["handovers:pushed"] == 1
+    assert decode.counted()["tokens_used:handover"] == 43
+
+
+def test_a_decode_that_says_late_where_it_waits_gets_everything(pair: Pair) -> None:
+    prefill, decode = pair(chunk=5)
+    tokens = prompt(2, 43)
+    to_prefill, to_decode = asked(prefill)
+    giver = prefill.add("a", tokens, params=to_prefill)
+    until(lambda: prefill.step() or giver.state == "finished")
+    taker = decode.add("b", tokens, params=to_decode)
+    together(prefill, decode, giver, taker)
+    assert taker.taken == 43
+
+
+def test_a_prefill_that_is_preempted_pushes_what_it_computes_again(pair: Pair) -> None:
+    prefill, decode = pair(chunk=5)
+    tokens = prompt(3, 60)
+    to_prefill, to_decode = asked(prefill)
+    taker = decode.add("b", tokens, params=to_decode)
+    waits(prefill, decode)
+    giver = prefill.add("a", tokens, params=to_prefill)
+    while giver.computed < 30:
+        prefill.step()
+    prefill.preempt(giver)
+    together(prefill, decode, giver, taker)
+    assert taker.taken == 60  # and right, which the engine looks at
+
+
+def test_nobody_who_waits(pair: Pair) -> None:
+    prefill, _ = pair(window_ttl_ms=200)
+    free = len(prefill.free)
+    giver = prefill.add("a", prompt(4, 43), params=asked(prefill)[0])
+    until(lambda: prefill.step() or giver.state == "finished")
+    assert len(prefill.free) < free
+    prefill.settle()
+    assert len(prefill.free) == free and prefill.counted()["handovers:expired"] == 1
+
+
+def test_nobody_who_pushes(pair: Pair) -> None:
+    prefill, decode = pair(push_timeout_ms=200)
+    taker = decode.run("b", prompt(5, 43), params=asked(prefill)[1])
+    assert taker.made == 43 and decode.counted()["tokens_missed:timeout"] == 43
+
+
+def test_a_prefill_that_dies_while_it_is_waited_for(pair: Pair) -> None:
+    prefill, decode = pair()
+    taker = decode.add("b", prompt(6, 43), params=asked(prefill)[1])
+    waits(prefill, decode)
+    prefill.close()
+    decode.finish(taker)
+    assert taker.made == 43 and decode.counted()["tokens_missed:peer_lost"] == 43
+
+
+def test_a_prefill_that_is_aborted_says_so(pair: Pair) -> None:
+    prefill, decode = pair(chunk=5)
+    tokens = prompt(7, 60)
+    to_prefill, to_decode = asked(prefill)
+    taker = decode.add("b", tokens, params=to_decode)
+    waits(prefill, decode)
+    giver = prefill.add("a", tokens, params=to_prefill)
+    prefill.step()
+    prefill.abort(giver)
+    together(prefill, decode, giver, taker)
+    assert taker.made == 60 and decode.counted()["tokens_missed:aborted"] == 60
+
+
+def test_a_decode_that_is_aborted_is_written_to_no_more(pair: Pair) -> None:
+    prefill, decode = pair(chunk=5)
+    free = sorted(decode.free)
+    tokens = prompt(8, 60)
+    to_prefill, to_decode = asked(prefill)
+    taker = decode.add("b", tokens, params=to_decode)
+    waits(prefill, decode)
+    giver = prefill.add("a", tokens, params=to_prefill)
+    prefill.step()
+    decode.abort(taker)
+    decode.settle()
+    assert sorted(decode.free) == free
+    other = decode.run("c", prompt(9, 60))  # into the same blocks
+    assert other.made == 60
+    prefill.finish(giver)
+    prefill.settle()
+
+
+def test_other_tokens_are_refused(pair: Pair) -> None:
+    prefill, decode = pair()
+    to_prefill, to_decode = asked(prefill)
+    taker = decode.add("b", prompt(10, 43), params=to_decode)
+    waits(prefill, decode)
+    giver = prefill.add("a", prompt(11, 43), params=to_prefill)
+    together(prefill, decode, giver, taker)
+    assert taker.made == 43 and decode.counted()["tokens_missed:unlike"] == 43
+
+
+def test_another_shape_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+    prefill, decode = Engine(handover=True, push=True), Engine(handover=True, push=True, layers=3)
+    try:
+        assert decode.run("b", prompt(12, 43), params=asked(prefill)[1]).made == 43
+        assert "3 x" in caplog.text
+    finally:
+        prefill.close()
+        decode.close()
+
+
+def test_who_takes_no_pushes_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    engine = Engine(handover=True)
+    try:
+        assert engine.run("b", prompt(13, 43), params=asked(engine)[1]).made == 43
+        assert '"push": true' in caplog.text
+    finally:
+        engine.close()
+
+
+def test_many_at_once(pair: Pair) -> None:
+    prefill, decode = pair(chunk=6, blocks=400)
+    requests = []
+    for number in range(10):
+        tokens = prompt(20 + number, 30 + 5 * number)
+        to_prefill, to_decode = asked(prefill, f"p{number}")
+        requests.append(decode.add(f"b{number}", tokens, params=to_decode))
+        requests.append(prefill.add(f"a{number}", tokens, params=to_prefill))
+    together(prefill, decode, *requests)
+    assert all(request.taken == request.prompt for request in requests[::2])
