@@ -50,23 +50,23 @@ class Fleet:
     def __init__(self, urls: list[str], timeout_s: float) -> None:
         timeout = httpx.Timeout(timeout_s, connect=CONNECTING_S)
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-        self._clients = [httpx.AsyncClient(base_url=url, timeout=timeout, limits=limits) for url in urls]
+        self.clients = [httpx.AsyncClient(base_url=url, timeout=timeout, limits=limits) for url in urls]
         self._turn = itertools.count()
 
     def __iter__(self) -> "itertools.chain[httpx.AsyncClient]":
         """All of them, beginning with the one whose turn it is."""
-        first = next(self._turn) % len(self._clients)
-        return itertools.chain(self._clients[first:], self._clients[:first])
+        first = next(self._turn) % len(self.clients)
+        return itertools.chain(self.clients[first:], self.clients[:first])
 
     async def close(self) -> None:
-        for client in self._clients:
+        for client in self.clients:
             await client.aclose()
 
 
 class Router:
     def __init__(self, prefill: list[str], decode: list[str], nodes: list[str], timeout_s: float) -> None:
         self._prefill, self._decode = Fleet(prefill, timeout_s), Fleet(decode, timeout_s)
-        self._nodes = dict(zip((f"{url.rstrip('/')}/" for url in prefill), nodes, strict=True)) if nodes else {}
+        self._nodes = dict(zip(self._prefill.clients, nodes, strict=True)) if nodes else {}
         self.app = Starlette(
             routes=[
                 Route("/v1/completions", self.complete, methods=["POST"]),
@@ -122,7 +122,7 @@ class Router:
         """Both at once. Should the prefill fail, the decode instance hears of it from its own connector, and computes."""
         own, name = body.get("kv_transfer_params") or {}, uuid.uuid4().hex
         client = next(iter(self._prefill))
-        host, _, port = self._nodes[str(client.base_url)].rpartition(":")
+        host, _, port = self._nodes[client].rpartition(":")
         told = {"do_remote_prefill": True, "kvferry_push": name, "remote_host": host, "remote_port": int(port)}
         decoding = asyncio.ensure_future(self._decoded(path, headers, body | {"kv_transfer_params": {**own, **told}}))
         asked = _first_token_only(body, {**own, "do_remote_decode": True, "kvferry_push": name})

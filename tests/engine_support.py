@@ -61,7 +61,7 @@ class Engine:
     def __init__(
         self,
         *,
-        pool: str = "off",
+        pool: "str | list[str]" = "off",
         blocks: int = 64,
         layers: int = 2,
         chunk: int = 1000,

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from pool_support import NodeProcess
-from vllm_support import ROOT, Server, free_port, make_model, prompt, transfer_config
+from vllm_support import BLOCK, ROOT, Server, free_port, make_model, prompt, transfer_config
 
 pytestmark = [pytest.mark.vllm, pytest.mark.deadline(500)]
 
@@ -267,3 +267,32 @@ def test_pushed_layer_by_layer(model: Path, tmp_path: Path) -> None:
     finally:
         for server in servers:
             server.close()
+
+
+def test_two_tensor_parallel_workers(model: Path, tmp_path: Path) -> None:
+    """Each saves and loads its part of every block, and gives a window over its part of a request's."""
+    node = NodeProcess(f"unix:{tmp_path}/pool.sock", "256MiB")
+    server = Server(
+        model,
+        transfer_config(pool=node.address, save_timeout_ms=20_000),
+        tmp_path / "server.log",
+        "0|1",
+        "--tensor-parallel-size",
+        "2",
+    )
+    try:
+        server.wait()
+        tokens = prompt(700, LENGTH)
+        first = tokens_of(server.complete(tokens))
+        end = time.monotonic() + 90
+        while not server.metrics().get("tokens_used:pool"):  # on a busy machine a pool may be found late
+            assert time.monotonic() < end
+            server.complete([1, 2, 3])
+            server.forget()
+            assert tokens_of(server.complete(tokens)) == first
+        assert server.metrics()["tokens_used:pool"] == (LENGTH - 1) // BLOCK * BLOCK
+        given = server.complete(tokens, 1, kv_transfer_params=ASKED)["kv_transfer_params"]
+        assert given["tp_size"] == len(given["kvferry_windows"]) == 2
+    finally:
+        server.close()
+        node.stop()

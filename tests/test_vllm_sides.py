@@ -545,3 +545,21 @@ def test_a_window_is_opened_for_its_own_scheduler_alone(engines: Engines) -> Non
     with kvferry.Node() as node, node.link(prefill.place.address) as link:
         said = link.call(msgspec.msgpack.encode(Open(b"guessed", "x", [1], 1000)))
     assert "own scheduler" in msgspec.msgpack.decode(said, type=Opened).why
+
+
+def test_one_dead_node_of_two_costs_its_own_keys_and_no_breaker(tmp_path: Path) -> None:
+    nodes = [NodeProcess(f"unix:{tmp_path}/{number}.sock") for number in range(2)]
+    engine = Engine(pool=[node.address for node in nodes])
+    try:
+        nodes[0].kill()
+        for number in range(6):
+            engine.run(f"a{number}", prompt(90 + number, 41))
+            engine.settle()
+        taken = sum(engine.run(f"b{number}", prompt(90 + number, 41)).taken for number in range(6))
+        engine.settle()
+        counted = engine.counted()
+        assert taken > 0 and "breaker:opened" not in counted
+        assert counted["tokens_missed:node_lost"] > 0
+    finally:
+        engine.close()
+        nodes[1].stop()

@@ -34,14 +34,14 @@ class ServerFailedError(Exception):
 
 
 class Server:
-    """``core``: the only one on which it computes."""
+    """``core``: the only one on which it computes; of several workers ``0|1``."""
 
     def __init__(
         self,
         model: Path,
         config: dict[str, Any] | None,
         log: Path,
-        core: int,
+        core: "int | str",
         *options: str,
         port: int = 0,
         packages: str = "",

@@ -65,6 +65,7 @@ class KvferryConnector(KVConnectorBase_V1):
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any = None) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        _log_as_vllm()
         transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
         settings = Settings.read(transfer.kv_connector_extra_config or {})
         self._settings = settings
@@ -265,6 +266,15 @@ def _checked_blocks(kv_cache_config: Any, parallel: Any) -> int:
                 f"this model's KV cache is a {kind}, and kvferry's connector handles {' and '.join(_WHOLE)}"
             )
     return int(kv_cache_config.num_blocks)
+
+
+def _log_as_vllm() -> None:
+    """kvferry's warnings appear where vLLM's do: nobody who serves a model has set up another library's logging."""
+    own = logging.getLogger("kvferry")
+    if not own.handlers:
+        for handler in logging.getLogger("vllm").handlers:
+            own.addHandler(handler)
+        own.propagate = not own.handlers
 
 
 def _require_recompute(transfer: Any) -> None:

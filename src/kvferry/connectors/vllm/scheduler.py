@@ -226,9 +226,10 @@ class SchedulerSide:
             ok = outcome.ok.tolist()
             count = len(ok) // self._world
             request.present[:count] = [all(ok[block::count]) for block in range(count)]
-            sick = next((word for word in outcome.reasons if word in SICK), "")
-            request.why_absent = sick
-            self._answered(not sick, now)
+            missing = next((word for word in outcome.outcomes if word not in ("hit", "never_saved")), "")
+            request.why_absent = missing
+            # Of several nodes one may be dead, which costs its keys; one that stands still costs everybody's time.
+            self._answered("timeout" not in outcome.reasons and not SICK.issuperset(outcome.reasons), now)
             self.counts.add("seconds", "looking", outcome.seconds)
         elif now >= request.look_until:
             looking.cancel()
@@ -387,15 +388,16 @@ class SchedulerSide:
                 request.saves.discard(number)
         for request_id, loaded in report.blocks_loaded.items():
             self._loaded(request_id, loaded, report)
-        sick = answered = False
+        late = sick = answered = False
         for name, count in report.words.items():
             what, _, word = name.partition(" ")
             self.counts.add(what, word, count)
             if what in ("blocks_loaded", "blocks_saved"):
                 sick |= word in SICK
+                late |= word == "timeout"
                 answered |= word not in SICK and word != "cancelled"
         if sick or answered:
-            self._answered(not sick, now)
+            self._answered(answered and not late, now)
         for name, seconds in report.seconds.items():
             self.counts.add("seconds", name, seconds)
 
