@@ -1,5 +1,6 @@
 #include "descriptor.hpp"
 
+#include <fcntl.h>
 #include <pthread.h>
 #include <unistd.h>
 
@@ -37,7 +38,17 @@ void in_child() {
 
 }  // namespace
 
-Descriptor::Descriptor(int fd) noexcept : fd_(fd) { note(fd, true); }
+// The numbers of the standard streams are not for us, also where a program has closed them: what it, or we, then write to
+// "stderr" would be sent to a peer.
+static int beyond_standard_streams(int fd) noexcept {
+  if (fd < 0 || fd > STDERR_FILENO) return fd;
+  const int moved = ::fcntl(fd, F_DUPFD_CLOEXEC, STDERR_FILENO + 1);
+  if (moved < 0) return fd;
+  ::close(fd);
+  return moved;
+}
+
+Descriptor::Descriptor(int fd) noexcept : fd_(beyond_standard_streams(fd)) { note(fd_, true); }
 
 void Descriptor::reset() noexcept {
   if (fd_ < 0) return;

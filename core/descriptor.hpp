@@ -14,7 +14,7 @@ namespace kvferry {
 class Descriptor {
  public:
   Descriptor() = default;
-  explicit Descriptor(int fd) noexcept;
+  explicit Descriptor(int fd) noexcept;  // it may have another number afterwards
   ~Descriptor() { reset(); }
   Descriptor(Descriptor&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
   Descriptor& operator=(Descriptor&& other) noexcept {

@@ -50,6 +50,22 @@ static void many_threads_open_and_close() {
   CHECK(open_descriptors() == 0);
 }
 
+static void none_takes_the_place_of_a_standard_stream() {
+  const int kept[] = {dup(0), dup(2)};
+  close(0);
+  close(2);
+  {
+    const Descriptor one = made(), other = made();
+    const bool beside = one.get() > 2 && other.get() > 2 && !is_open(0) && !is_open(2);
+    const bool closed_on_exec = (fcntl(one.get(), F_GETFD) & FD_CLOEXEC) != 0;
+    dup2(kept[0], 0);
+    dup2(kept[1], 2);
+    CHECK(beside && closed_on_exec);
+  }
+  for (const int fd : kept) close(fd);
+  CHECK(open_descriptors() == 0 && is_open(0) && is_open(2));
+}
+
 static void a_forked_child_has_none_of_them() {
   watch_forks();
   watch_forks();
@@ -82,6 +98,7 @@ static void a_forked_child_has_none_of_them() {
 int main() {
   a_descriptor_closes_itself_once();
   many_threads_open_and_close();
+  none_takes_the_place_of_a_standard_stream();
   a_forked_child_has_none_of_them();
   return TEST_RESULT();
 }

@@ -99,6 +99,10 @@ class LlmDataDist::Impl {
 
   void initialize(const std::map<AscendString, AscendString>& options) {
     if (forked()) throw Refused(LLM_FAILED, "this process is a forked child of the one that made the instance: make one of its own");
+    {
+      const std::shared_lock lock(mutex_);
+      if (instance_) return;
+    }
     const std::unique_lock lock(mutex_);
     if (instance_) return;
     const char* role = rules::role_name(static_cast<std::int64_t>(role_.load()));
@@ -111,8 +115,12 @@ class LlmDataDist::Impl {
       [[maybe_unused]] auto* leaked = instance_.release();
       return;
     }
-    const std::unique_lock lock(mutex_);
-    instance_.reset();
+    ending_.fetch_add(1);  // threads that go on calling would keep it waiting
+    {
+      const std::unique_lock lock(mutex_);
+      instance_.reset();
+    }
+    ending_.fetch_sub(1);
   }
 
   // Work on the instance, which stays as long as it lasts.
@@ -121,6 +129,7 @@ class LlmDataDist::Impl {
     return guarded(function, call, [&] {
       if (impl == nullptr) throw std::bad_alloc();
       if (impl->forked()) throw Refused(LLM_FAILED, "this process is a forked child of the one that made the instance: make one of its own");
+      if (impl->ending_.load() != 0) throw Refused(LLM_FAILED, "llm datadist is being finalized");
       const std::shared_lock lock(impl->mutex_);
       if (!impl->instance_) throw Refused(LLM_FAILED, "llm datadist is not initialized");
       work(*impl->instance_);
@@ -135,6 +144,7 @@ class LlmDataDist::Impl {
   const std::uint64_t cluster_id_;
   std::atomic<LlmRole> role_;
   const std::uint32_t generation_ = (kvferry::watch_forks(), kvferry::process_generation());
+  std::atomic<int> ending_{0};
   std::shared_mutex mutex_;
   std::unique_ptr<Instance> instance_;
 };

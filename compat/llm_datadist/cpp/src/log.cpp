@@ -1,6 +1,7 @@
 #include "log.hpp"
 
 #include <pthread.h>
+#include <signal.h>
 #include <sys/uio.h>
 #include <time.h>
 #include <unistd.h>
@@ -10,12 +11,31 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <span>
 
 namespace llm_datadist {
 namespace {
 
 constexpr const char* names[] = {"DEBUG", "INFO", "WARNING", "ERROR"};
 constexpr std::size_t longest = 2000;  // of a sentence: longer ones say what somebody gave, which has no end
+
+// In one go: lines of threads stay whole. Whoever reads them may have gone, and a thread may be cancelled: neither may end the
+// program.
+void write_to_stderr(std::span<const iovec> parts) noexcept {
+  int cancelling;
+  ::pthread_setcancelstate(PTHREAD_CANCEL_DISABLE, &cancelling);
+  sigset_t broken_pipe, before, pending;
+  ::sigemptyset(&broken_pipe);
+  ::sigaddset(&broken_pipe, SIGPIPE);
+  const bool was_pending = ::sigpending(&pending) == 0 && ::sigismember(&pending, SIGPIPE) == 1;
+  ::pthread_sigmask(SIG_BLOCK, &broken_pipe, &before);
+  if (::writev(STDERR_FILENO, parts.data(), static_cast<int>(parts.size())) < 0 && errno == EPIPE && !was_pending) {
+    const timespec at_once{};
+    ::sigtimedwait(&broken_pipe, nullptr, &at_once);
+  }
+  ::pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  ::pthread_setcancelstate(cancelling, nullptr);
+}
 
 }  // namespace
 
@@ -46,7 +66,7 @@ void log_line(Level level, std::string_view function, std::string_view sentence)
   std::replace_copy_if(sentence.begin(), sentence.begin() + static_cast<std::ptrdiff_t>(body_bytes), body, [](char c) { return c == '\n' || c == '\r'; }, ' ');
   char end[] = "\n";
   iovec parts[] = {{head, head_bytes}, {body, body_bytes}, {end, 1}};
-  [[maybe_unused]] const auto n = ::writev(STDERR_FILENO, parts, 3);  // in one go: lines of threads stay whole
+  write_to_stderr(parts);
 }
 
 }  // namespace llm_datadist

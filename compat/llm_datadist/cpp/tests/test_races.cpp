@@ -74,13 +74,16 @@ void an_instance_is_finalized_beside_calls() {
     CHECK_STATUS(LLM_SUCCESS, b.add(mine));
     CHECK_STATUS(LLM_SUCCESS, b.link(a));
     std::atomic<int> pulled{0};
+    std::atomic<bool> ended{false};
     std::vector<std::thread> threads;
-    for (int number = 0; number < 2; ++number)
-      threads.emplace_back([&, number] {  // each into a row of its own
-        while (b.datadist.PullKvCache({1, 1}, mine.cache, static_cast<uint32_t>(number)) == LLM_SUCCESS) ++pulled;
+    for (int number = 0; number < 4; ++number)
+      threads.emplace_back([&, number] {  // each into a row of its own; whatever is answered, they go on
+        while (!ended.load())
+          if (b.datadist.PullKvCache({1, 1}, mine.cache, static_cast<uint32_t>(number)) == LLM_SUCCESS) ++pulled;
       });
     while (pulled.load() == 0) std::this_thread::yield();
     b.datadist.Finalize();
+    ended.store(true);
     for (auto &thread : threads) thread.join();
     CHECK_STATUS(LLM_FAILED, b.datadist.PullKvCache({1, 1}, mine.cache));
   }

@@ -33,7 +33,8 @@ class LLM_DATADIST_API LlmDataDist {
   // Role is a label; the listener moves to where OPTION_LISTEN_IP_INFO says, and closes without it.
   Status SetRole(LlmRole role, const std::map<AscendString, AscendString> &options = {});
 
-  // `rets`: the outcome of each cluster, in order. The status is that of the last one that failed.
+  // `rets`: the outcome of each cluster, in order. The status is that of the last one that failed. The timeout is that of each
+  // link; 16 are made at a time.
   Status LinkLlmClusters(const std::vector<ClusterInfo> &clusters, std::vector<Status> &rets, int32_t timeout_in_millis = 1000);
   // Together with the peer, or by `force_flag` on this side alone. Transfers in flight are waited for.
   Status UnlinkLlmClusters(const std::vector<ClusterInfo> &clusters, std::vector<Status> &rets, int32_t timeout_in_millis = 1000,
@@ -41,13 +42,14 @@ class LLM_DATADIST_API LlmDataDist {
 
   // Memory of the caller's, one address for each tensor, usable by rows and by blocks. Only transfers touch it.
   Status RegisterKvCache(const CacheDesc &cache_desc, const std::vector<uint64_t> &addrs, const RegisterCfg &cfg, int64_t &cache_id);
-  // When it returns nobody's bytes move there any more. An unknown id is fine.
+  // When it returns nobody's bytes move there any more. An unknown id is fine; that of an allocated cache gives its memory back.
   Status UnregisterKvCache(int64_t cache_id);
   // Memory of the pool that option "llm.MemPoolConfig" (kHost: "llm.HostMemPoolConfig") has made, which peers on this host map.
   Status AllocateCache(const CacheDesc &cache_desc, Cache &cache);
   Status DeallocateCache(int64_t cache_id);
 
-  // A row of the cache at `src_cache_index` into row `batch_index`: its first `size` bytes of each tensor, -1: all.
+  // A row of the cache at `src_cache_index` into row `batch_index`: its first `size` bytes of each tensor, -1: as many as a
+  // row of `dst_cache` has, of which theirs may have more and not less.
   Status PullKvCache(const CacheIndex &src_cache_index, const Cache &dst_cache, uint32_t batch_index = 0, int64_t size = -1,
                      const KvCacheExtParam &ext_param = {});
   // Block src_blocks[i] into block dst_blocks[i].
