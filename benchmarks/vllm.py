@@ -30,6 +30,7 @@ from demo.weights import smollm2
 
 DAYS = 78  # about 2,900 tokens
 POOL_BYTES = 4 << 30
+SAVING_S = 1.0
 ASKED = {"do_remote_decode": True, "do_remote_prefill": False}
 ALONE = {"kvferry": {"store": False, "read": False}}
 Row = tuple[str, str, str, str]
@@ -92,7 +93,8 @@ def ways(rounds: int, days: int) -> list[Row]:
             text = next(book)
             seen["computed"].append(first_token(one, text, ALONE)[0])
             one.forget()
-            first_token(other, text)  # saves it
+            first_token(other, text)  # saves it; its last blocks are on their way when it answers
+            time.sleep(SAVING_S)
             seen["pool"].append(first_token(one, text)[0])
             seen["local"].append(first_token(one, text)[0])
             text = next(book)
