@@ -135,26 +135,33 @@ void check_names(const Target& target, bool pushing) {
   if (target.by == Target::By::addresses && !pushing) throw Error(Kind::invalid_argument, "a pull cannot name raw addresses: name the cache, its id, or a key");
 }
 
+PullAsk pull_ask(Engine& engine, Target target, std::optional<std::uint64_t> into, std::shared_ptr<const Moves> moves, unsigned transports) {
+  PullAsk ask;
+  ask.target = std::move(target);
+  ask.destination = into ? destination_cache(engine, *into) : destination_memory(moves);
+  ask.moves = std::move(moves);
+  ask.transports = transports;
+  return ask;
+}
+
 }  // namespace
 
 std::shared_ptr<Pull> Node::pull(const std::shared_ptr<Link>& link, Target target, std::optional<std::uint64_t> into, std::shared_ptr<const Moves> moves,
                                  Deadline deadline, unsigned transports, std::string_view resolution) {
   auto& e = engine();
   check_names(target, false);
-  PullAsk ask;
+  std::shared_ptr<const Source> told;
   if (!resolution.empty()) {
     try {
       wire::Reader in({reinterpret_cast<const std::uint8_t*>(resolution.data()), resolution.size()});
-      ask.told = get_resolved(in, target);
+      told = get_resolved(in, target);
     } catch (const wire::WireError& error) {
       throw Error(Kind::invalid_argument, sentence("this resolution is not one: ", error.what()));
     }
-    ask.keep = false;
   }
-  ask.target = std::move(target);
-  ask.destination = into ? destination_cache(e, *into) : destination_memory(moves);
-  ask.moves = std::move(moves);
-  ask.transports = transports;
+  auto ask = pull_ask(e, std::move(target), into, std::move(moves), transports);
+  ask.keep = told == nullptr;
+  ask.told = std::move(told);
   return std::make_shared<Pull>(e, link, deadline, std::move(ask));
 }
 
@@ -162,12 +169,7 @@ void Node::pull_now(const std::shared_ptr<Link>& link, Target target, std::uint6
                     unsigned transports) {
   auto& e = engine();
   check_names(target, false);
-  PullAsk ask;
-  ask.target = std::move(target);
-  ask.destination = destination_cache(e, into);
-  ask.moves = std::move(moves);
-  ask.transports = transports;
-  Pull at_once(e, link, deadline, std::move(ask));
+  Pull at_once(e, link, deadline, pull_ask(e, std::move(target), into, std::move(moves), transports));
   if (at_once.run_at_once()) return;
   const auto operation = std::make_shared<Pull>(e, link, deadline, at_once.ask_again_for());
   checked(*operation, operation->run_here());
@@ -214,12 +216,7 @@ std::shared_ptr<PreparedPull> Node::prepare(const std::shared_ptr<Link>& link, T
                                             std::shared_ptr<const Moves> moves, Deadline deadline, unsigned transports) {
   auto& e = engine();
   check_names(target, false);
-  PullAsk ask;
-  ask.target = std::move(target);
-  ask.destination = destination_cache(e, into);
-  ask.moves = std::move(moves);
-  ask.transports = transports;
-  return std::make_shared<PreparedPull>(e, link, std::move(ask), deadline);
+  return std::make_shared<PreparedPull>(e, link, pull_ask(e, std::move(target), into, std::move(moves), transports), deadline);
 }
 
 std::shared_ptr<Ask> Node::ask(const std::shared_ptr<Link>& link, std::span<const std::uint8_t> message, Deadline deadline) {

@@ -79,9 +79,8 @@ class _Batch:
     apart: bool = False  # carried out by another thread than its caller's, who may give it up meanwhile
     size_bytes: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
-    held: set[tuple[Peer, Link, int]] = field(
-        default_factory=set
-    )  # reservations and leases whose end is still to be told
+    # Reservations and leases whose end is still to be told.
+    held: set[tuple[Peer, Link, int]] = field(default_factory=set)
     _moving: list[Moving] = field(default_factory=list)
     _given_up: bool = False
 
