@@ -15,6 +15,7 @@
 #include "operation.hpp"
 #include "reactor.hpp"
 #include "registry.hpp"
+#include "spread.hpp"
 
 namespace kvferry {
 
@@ -58,6 +59,7 @@ struct Engine {
   EventLog log;
   Reactor reactor;
   Crew crew;
+  Spread spread;
   std::atomic<std::uint64_t> last_operation{0};
 
   Engine(NodeOptions options, unsigned threads, unsigned helpers, std::function<std::int64_t(std::int64_t)> tick);

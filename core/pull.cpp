@@ -10,6 +10,7 @@
 #include <cstring>
 
 #include "sentence.hpp"
+#include "thread.hpp"
 #include "serve.hpp"
 
 namespace kvferry {
@@ -463,7 +464,10 @@ void Pull::help() {
 }
 
 void Pull::work() noexcept {
+  std::optional<Spread::Seat> seat;
+  if (plan_->total() > one_sided_inline_bytes) seat.emplace(engine_.spread, !of_this_library());
   for (;;) {
+    if (seat) seat->look();
     std::optional<PlanCursor> piece;
     std::uint64_t bytes = 0;
     {

@@ -14,6 +14,11 @@
 
 namespace kvferry {
 
+inline thread_local bool started_here = false;
+
+// Whether the calling thread is one of the library's, which it may put where it likes.
+inline bool of_this_library() noexcept { return started_here; }
+
 template <class Function>
 std::thread start_thread(const std::string& name, Function&& function) {
   sigset_t all, before;
@@ -21,7 +26,10 @@ std::thread start_thread(const std::string& name, Function&& function) {
   pthread_sigmask(SIG_SETMASK, &all, &before);  // inherited by the new thread
   std::thread thread;
   try {
-    thread = std::thread(std::forward<Function>(function));
+    thread = std::thread([function = std::forward<Function>(function)]() mutable {
+      started_here = true;
+      function();
+    });
   } catch (const std::system_error&) {
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
     throw out_of_threads(name);
