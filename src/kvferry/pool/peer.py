@@ -1,7 +1,8 @@
 """One pool node as a client sees it: the link, made when needed and again when lost, and what is asked over it.
 
-Whoever finds the node gone is told so at once; the next attempt to reach it is made after a pause, by one caller, while
-the others go on without it.
+One caller at a time makes an attempt to link, and what it comes to is the answer of all who have waited for it. Whoever
+finds the node gone after that is told so at once; the next attempt is made after a pause. A node that has failed several
+times is waited for by nobody but the caller who tries.
 """
 
 import logging
@@ -30,6 +31,7 @@ A = TypeVar("A", bound=msgspec.Struct)
 
 PAUSE_S = (0.1, 0.5, 1.0, 2.0)  # between attempts to reach a node that is gone
 LONGEST_LINKING_MS = 3000
+PATIENT = 2  # attempts that may have failed in a row while others still wait for the next one
 TOLD_AT_ONCE_BYTES = 1 << 20  # a message of its own costs as much as moving this
 MOST_UNTOLD = 32
 SILENT_S = 1.0
@@ -76,13 +78,14 @@ class _Line:
 class Peer:
     """``find``: where the node is now, asked before every attempt to link; None or an exception: nowhere.
 
-    There is no lock that anybody waits for: a signal handler may ask the node too, on a thread that is just asking it.
+    Nobody waits for what its own thread holds: a signal handler may ask the node too, on a thread that is just asking it.
     """
 
     def __init__(self, node: "Node", find: Callable[[int], str | None]) -> None:
         self._node = node
         self._find = find
-        self._linking = threading.Lock()
+        self._linking = threading.RLock()
+        self._making = False
         self._line: _Line | None = None  # exchanged whole
         self._not_before = 0.0
         self._attempts = 0
@@ -103,19 +106,37 @@ class Peer:
         link = self.link
         if link is not None and link.alive:
             return link
-        if not self._linking.acquire(blocking=False):
-            raise Unreachable("node_lost", self.why_not or "the node is being linked to at this moment")
+        failed = self._attempts
+        patience_s = max(0.0, until - time.monotonic()) if failed < PATIENT else 0.0
+        taken: list[bool] = []
+        try:
+            # In one call of native code: what a signal handler raises leaves the lock alone, or finds it in the list.
+            taken.extend(map(self._linking.acquire, (True,), (patience_s,)))
+            if taken[0]:
+                return self._linked(until, failed)
+        finally:
+            if taken and taken[0]:
+                self._linking.release()
+        if failed < PATIENT:
+            raise Unreachable("timeout", "the node is still being linked to")
+        raise Unreachable("node_lost", self.why_not)
+
+    def _linked(self, until: float, failed: int) -> "Link":
+        """With the lock. ``failed``: attempts before this caller came; if one has failed since, that is its answer."""
+        if self._making:
+            raise Unreachable("node_lost", "the node is being linked to by the call that this one interrupts")
+        self._making = True
         try:
             link = self.link
             if link is not None and link.alive:
                 return link
             now = time.monotonic()
-            if now < self._not_before:
+            if now < self._not_before or self._attempts > failed:
                 raise Unreachable("node_lost", self.why_not)
             self._forget(link)
             return self._make(until, now)
         finally:
-            self._linking.release()
+            self._making = False
 
     def ask(self, request: messages.Request, expected: type[A], until: float, link: "Link | None" = None) -> A:
         """The node's answer.
@@ -228,8 +249,8 @@ class Peer:
         return line if line is not None and line.link is link else None
 
     def _make(self, until: float, now: float) -> "Link":
+        left = min(_ms_left(until), LONGEST_LINKING_MS)  # who has no time left knows nothing of the node
         try:
-            left = min(_ms_left(until), LONGEST_LINKING_MS)
             where = self._find(left)
             if where is None:
                 raise Unreachable("node_lost", "there is no pool node")
@@ -274,6 +295,6 @@ REACHING = _Reaching()
 
 def _ms_left(until: float) -> int:
     left = int((until - time.monotonic()) * 1000)
-    if left < 0:
+    if left < 1:
         raise Unreachable("timeout", "no time is left")
     return left
