@@ -70,8 +70,40 @@ def test_a_request_is_pushed_layer_by_layer_while_it_is_computed(pair: Pair, chu
     assert ferry is not None and len(ferry._sending._sent["p"].pushes) == 1, "it leaves with the first step"
     together(prefill, decode, giver, taker)
     assert taker.taken == 43 and taker.made == 6
+    given, had = prefill.counted(), decode.counted()
+    assert given["handovers:pushed"] == 1 and given["seconds:pushing"] > 0
+    assert had["tokens_used:handover"] == 43 and had["seconds:receiving"] > 0
+
+
+def test_a_decode_goes_on_as_soon_as_everything_has_come_whatever_its_prefill_does(pair: Pair) -> None:
+    """The prefill's engine does not step once more."""
+    prefill, decode = pair()
+    tokens = prompt(14, 43)
+    to_prefill, to_decode = asked(prefill)
+    taker = decode.add("b", tokens, output=6, params=to_decode)
+    waits(prefill, decode)
+    giver = prefill.add("a", tokens, output=2, params=to_prefill)
+    prefill.step()
+    assert giver.state == "running"
+    decode.finish(taker)
+    assert taker.taken == 43
+    together(prefill, decode, giver)
     assert prefill.counted()["handovers:pushed"] == 1
-    assert decode.counted()["tokens_used:handover"] == 43
+
+
+def test_a_prefill_that_is_preempted_when_everything_has_come_pushes_nothing_again(pair: Pair) -> None:
+    prefill, decode = pair()
+    tokens = prompt(15, 43)
+    to_prefill, to_decode = asked(prefill)
+    taker = decode.add("b", tokens, params=to_decode)
+    waits(prefill, decode)
+    giver = prefill.add("a", tokens, output=3, params=to_prefill)
+    prefill.step()
+    decode.finish(taker)
+    prefill.preempt(giver)
+    decode.run("c", prompt(16, 43))  # into the same blocks
+    together(prefill, decode, giver)
+    assert taker.taken == 43 and prefill.counted()["handovers:pushed"] == 1
 
 
 def test_a_decode_that_says_late_where_it_waits_gets_everything(pair: Pair) -> None:

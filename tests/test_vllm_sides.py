@@ -3,6 +3,7 @@
 import contextlib
 import random
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -433,6 +434,25 @@ def test_a_prefill_that_was_restarted_costs_a_computation(engines: Engines) -> N
     assert decode.run("b", tokens, params=answer).made == 41
     again = engines(pool="off", handover=True)
     assert decode.run("c", tokens, params=prefilled(again, tokens)).taken == 41
+
+
+def test_an_instance_that_does_not_answer_costs_a_crowd_few_attempts(engines: Engines) -> None:
+    """Those who wait for a link have the answer of the attempt that they have waited for, and none waits longer than it may."""
+    prefill, decode = engines(pool="off", handover=True), engines(pool="off", handover=True, blocks=400)
+    tokens = prompt(64, 21)
+    answer = prefilled(prefill, tokens)
+    with socket.create_server(("127.0.0.1", 0), backlog=64) as silent:
+        silent.setblocking(False)
+        there = answer | {"kvferry_addresses": [f"127.0.0.1:{silent.getsockname()[1]}"]}
+        requests = [decode.add(f"b{number}", tokens, params=there) for number in range(30)]
+        decode.finish(*requests)
+        attempts = 0
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                silent.accept()[0].close()
+                attempts += 1
+    assert all(request.made == 21 for request in requests)
+    assert 1 <= attempts <= 4  # of 400 ms each, within the second that a pull may take
 
 
 def test_a_request_that_is_not_wanted_any_more_is_told_to_its_prefill(engines: Engines) -> None:

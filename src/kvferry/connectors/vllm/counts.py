@@ -11,7 +11,11 @@ COUNTED = {
     "blocks_loaded": ("outcome", "Blocks asked of the pool, by outcome."),
     "blocks_saved": ("outcome", "Blocks given to the pool, by outcome."),
     "handovers": ("outcome", "Requests handed over: taken here, given to others, and what else became of them."),
-    "seconds": ("of", "Seconds of lookups, loads, saves and pulls, each beside the engine's steps."),
+    "seconds": (
+        "of",
+        "Seconds of looking, loading, saving, pulling and receiving, each beside the engine's steps; pushing: from the end of a "
+        "prompt's last step until all of it had arrived.",
+    ),
     "breaker": ("event", "How often the pool was left alone because it did not answer."),
 }
 

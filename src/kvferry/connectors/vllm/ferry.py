@@ -6,7 +6,6 @@ threads of their own. Driven by `worker`; answers the messages of `handed`.
 
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future as ThreadFuture
 from concurrent.futures import ThreadPoolExecutor
@@ -27,7 +26,8 @@ from kvferry.connectors.vllm.handed import (
     advertised_at,
     new_token,
 )
-from kvferry.connectors.vllm.orders import Orders, Pull, Receive
+from kvferry.connectors.vllm.links import Links
+from kvferry.connectors.vllm.orders import Orders, Pull, Receive, Report
 from kvferry.connectors.vllm.push import Receiving, Sending
 from kvferry.connectors.vllm.settings import Settings
 
@@ -80,22 +80,21 @@ class Ferry:
         self.token = new_token()
         self._lock = Lock()
         self._windows: dict[bytes, _Held] = {}
-        self._links: dict[str, Link] = {}
-        self._linking: dict[str, Lock] = {}
+        self._links = Links(self._node)
         self._pulling: dict[str, tuple[Pull, ThreadFuture[Pulled]]] = {}
         self._moving: dict[str, Transfer] = {}
         self._given_up: set[str] = set()
         self._threads = ThreadPoolExecutor(THREADS, "kvferry-vllm-pull")
-        self._sending = Sending(self._cache, self._link, geometry, settings.window_ttl_ms / 1000)
+        self._sending = Sending(self._cache, self._links, geometry, settings.window_ttl_ms / 1000, self._threads, now)
         advertised = advertised_at(self.address, settings.advertise)
-        self._receiving = Receiving(self._cache, self._link, lambda: advertised, self._threads)
+        self._receiving = Receiving(self._cache, self._links, advertised, self._threads)
         self._unreceived: list[Pulled] = []
         self._answering = Thread(target=self._answer, name="kvferry-vllm-answers", daemon=True)
         self._answering.start()
 
     # --- giving ------------------------------------------------------------------------------------------------------
 
-    def held(self, words: "Counter[str]") -> set[str]:
+    def held(self, report: Report) -> set[str]:
         """The requests whose blocks somebody may still come for. What has ended since the last time is counted."""
         now = self._now()
         with self._lock:
@@ -105,9 +104,9 @@ class Ferry:
                 if held.how:
                     del self._windows[name]
                     held.window.close()  # from here on nobody reads through it, and its blocks may be others'
-                    words[f"handovers {held.how}"] += 1
+                    report.words[f"handovers {held.how}"] += 1
             held_by = {held.request_id for held in self._windows.values()}
-        return held_by | self._sending.held(words, now)
+        return held_by | self._sending.held(report, now)
 
     def begin(self, orders: Orders) -> None:
         """Before a step: what it computes of pushed requests leaves layer by layer."""
@@ -207,7 +206,7 @@ class Ferry:
         why = ""
         link: Link | None = None
         try:
-            link = self._link(pull.addresses[rank], min(LINKING_MS, pull.timeout_ms))
+            link = self._links.to(pull.addresses[rank], min(LINKING_MS, self._ms_left(pull, began)))
             if pull.blocks:
                 self._move(link, pull, rank, began)
         except KvferryError as error:
@@ -225,9 +224,11 @@ class Ferry:
         return Pulled(pull, len(pull.blocks) if why else 0, why, self._now() - began)
 
     def _move(self, link: Link, pull: Pull, rank: int, began: float) -> None:
-        left_ms = max(1, pull.timeout_ms - int(1000 * (self._now() - began)))
         transfer = link.pull_async(
-            pull.windows[rank], into=self._cache, blocks=(pull.theirs, pull.blocks), timeout_ms=left_ms
+            pull.windows[rank],
+            into=self._cache,
+            blocks=(pull.theirs, pull.blocks),
+            timeout_ms=max(1, self._ms_left(pull, began)),
         )
         with self._lock:
             self._moving[pull.request_id] = transfer
@@ -248,14 +249,8 @@ class Ferry:
         except KvferryError:
             return  # its time will be up
 
-    def _link(self, address: str, timeout_ms: int) -> Link:
-        with self._lock:
-            linking = self._linking.setdefault(address, Lock())
-        with linking:  # a second link would end the first
-            link = self._links.get(address)
-            if link is None or not link.alive:
-                link = self._links[address] = self._node.link(address, timeout_ms=timeout_ms)
-            return link
+    def _ms_left(self, pull: Pull, began: float) -> int:
+        return pull.timeout_ms - int(1000 * (self._now() - began))
 
     def close(self) -> None:
         self._node.close()

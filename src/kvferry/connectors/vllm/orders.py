@@ -63,12 +63,13 @@ class Receive:
 @dataclass(frozen=True, slots=True)
 class Send:
     """A request that is pushed to who waits for it: all its blocks, of which the first ``whole`` have their last bytes when
-    this step has ended."""
+    this step has ended. ``complete``: then all of its prompt is computed."""
 
     id: str
     request_id: str
     blocks: list[int]
     whole: int
+    complete: bool
     model: str
     prompt: str
 

@@ -1,12 +1,12 @@
 """Handover by push, as a worker does it: a prefill sends each layer while it computes the next one, into a window that the
 decode has opened over the blocks it is waiting for.
 
-The decode says where it waits; the prefill says when everything has come, or that it will not. Until then the decode's
-window stands, and when it is closed nothing can be written there any more. Driven by `ferry`, which hears the messages.
+The decode says where it waits; the prefill says when everything has come, which a thread of its own waits for so that no step
+of the engine lies in between, or that it will not. Until then the decode's window stands, and when it is closed nothing can
+be written there any more. Driven by `ferry`, which hears the messages.
 """
 
 import logging
-from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -17,7 +17,8 @@ import msgspec
 
 from kvferry import Cache, KvferryError, LayerPush, Link, Window
 from kvferry.connectors.vllm.handed import Answered, Expecting, Pushed
-from kvferry.connectors.vllm.orders import Receive, Send
+from kvferry.connectors.vllm.links import Links
+from kvferry.connectors.vllm.orders import Receive, Report, Send
 
 __all__ = ["Receiving", "Sending"]
 
@@ -29,7 +30,8 @@ LAYER_MS = 5000  # from its readiness to its arrival
 
 @dataclass(slots=True)
 class _Sent:
-    """A request of this prefill's. ``count``: its blocks before this one have been handed to pushes."""
+    """A request of this prefill's. ``count``: its blocks before this one have been handed to pushes. ``computed``: when the step
+    had ended that completed its prompt. ``arrived``: when all of it was there; the decode has been told."""
 
     until: float
     expecting: Expecting | None = None
@@ -38,14 +40,25 @@ class _Sent:
     count: int = 0
     pushes: list[LayerPush] = field(default_factory=list)
     finished: bool | None = None  # True: all of its prompt is computed; False: it was aborted
+    computed: float | None = None
+    arrived: float | None = None
     why: str = ""
 
 
 class Sending:
     """The prefill's half."""
 
-    def __init__(self, cache: Cache, link: Callable[[str, int], Link], geometry: str, ttl_s: float) -> None:
-        self._cache, self._link, self._geometry, self._ttl_s = cache, link, geometry, ttl_s
+    def __init__(
+        self,
+        cache: Cache,
+        links: Links,
+        geometry: str,
+        ttl_s: float,
+        threads: ThreadPoolExecutor,
+        now: Callable[[], float],
+    ) -> None:
+        self._cache, self._links, self._geometry, self._ttl_s = cache, links, geometry, ttl_s
+        self._threads, self._now = threads, now
         self._lock = RLock()
         self._sent: dict[str, _Sent] = {}
         self._open: list[LayerPush] = []
@@ -54,7 +67,7 @@ class Sending:
         """Somebody waits for a request; why that is in vain, or ``""``. From the thread that answers."""
         if said.geometry != self._geometry:
             return f"its blocks are {said.geometry}, those here {self._geometry}"
-        link = self._link(said.address, ASKING_MS)
+        link = self._links.to(said.address, ASKING_MS)
         with self._lock:
             sent = self._sent.setdefault(said.id, _Sent(now + self._ttl_s))
             sent.expecting, sent.link = said, link
@@ -71,7 +84,7 @@ class Sending:
 
     def _begun(self, sent: _Sent) -> LayerPush | None:
         send, said = sent.send, sent.expecting
-        if send is None or said is None or sent.link is None or sent.why:
+        if send is None or said is None or sent.link is None or sent.why or sent.arrived is not None:
             return None
         if (said.model, said.prompt) != (send.model, send.prompt):
             sent.why = "unlike"
@@ -97,13 +110,13 @@ class Sending:
         it has been computed again."""
         with self._lock:
             for sent in self._sent.values():
-                if sent.send is not None and sent.send.request_id == request_id:
+                if sent.send is not None and sent.send.request_id == request_id and sent.arrived is None:
                     for push in sent.pushes:
                         push.cancel()
                     for push in sent.pushes:
                         with suppress(KvferryError):
                             push.wait(LAYER_MS)
-                    sent.pushes, sent.count, sent.send = [], 0, None
+                    sent.pushes, sent.count, sent.send, sent.computed = [], 0, None, None
 
     def layer_ready(self, layer: int) -> None:
         for push in self._open:
@@ -114,12 +127,33 @@ class Sending:
         for layer in range(self._cache.tensors):
             self.layer_ready(layer)
         self._open = []
+        with self._lock:
+            for push_id, sent in self._sent.items():
+                if sent.computed is None and sent.send is not None and sent.send.complete:
+                    sent.computed = self._now()
+                    if sent.pushes:
+                        self._threads.submit(self._arriving, push_id, sent, list(sent.pushes))
+
+    def _arriving(self, push_id: str, sent: _Sent, pushes: list[LayerPush]) -> None:
+        """On a thread: tells the decode as soon as all of a prompt is there. What fails is found by `held`."""
+        try:
+            for push in pushes:
+                push.wait(LAYER_MS)
+        except KvferryError:
+            return
+        with self._lock:
+            link = sent.link
+            if link is None or sent.pushes != pushes or sent.why or self._sent.get(push_id) is not sent:
+                return  # it has been interrupted, or ended otherwise
+            sent.arrived = self._now()
+        with suppress(KvferryError):  # its own time will be up
+            link.send(msgspec.msgpack.encode(Pushed(push_id, "")))
 
     def finished(self, push_id: str, whole: bool, now: float) -> None:
         with self._lock:
             self._sent.setdefault(push_id, _Sent(now + self._ttl_s)).finished = whole
 
-    def held(self, words: "Counter[str]", now: float) -> set[str]:
+    def held(self, report: Report, now: float) -> set[str]:
         """Requests whose blocks are still being read. What has ended since the last time is counted and told."""
         with self._lock:
             for push_id, sent in list(self._sent.items()):
@@ -137,10 +171,13 @@ class Sending:
                 if waiting or not all(push.done() for push in sent.pushes):
                     continue
                 del self._sent[push_id]
-                self._told(push_id, sent, late, words)
+                self._told(push_id, sent, late, report)
             return {sent.send.request_id for sent in self._sent.values() if sent.send is not None}
 
-    def _told(self, push_id: str, sent: _Sent, late: bool, words: "Counter[str]") -> None:
+    def _told(self, push_id: str, sent: _Sent, late: bool, report: Report) -> None:
+        if sent.arrived is not None:
+            self._count(sent, sent.arrived, report)
+            return
         why = sent.why or ("" if sent.finished else "aborted")
         try:
             for push in sent.pushes:
@@ -150,10 +187,18 @@ class Sending:
             log.warning("a push has failed: %s", error)
         if sent.expecting is None:
             why = "expired" if late else "not_wanted"
-        words[f"handovers {why or 'pushed'}"] += 1
+        if why:
+            report.words[f"handovers {why}"] += 1
+        else:
+            self._count(sent, self._now(), report)
         if sent.expecting is not None and sent.link is not None:
             with suppress(KvferryError):  # its own time will be up
                 sent.link.send(msgspec.msgpack.encode(Pushed(push_id, why)))
+
+    def _count(self, sent: _Sent, arrived: float, report: Report) -> None:
+        report.words["handovers pushed"] += 1
+        if sent.computed is not None:
+            report.took("pushing", arrived - sent.computed)
 
 
 @dataclass(slots=True)
@@ -169,10 +214,8 @@ class _Received:
 class Receiving:
     """The decode's half."""
 
-    def __init__(
-        self, cache: Cache, link: Callable[[str, int], Link], address: Callable[[], str], threads: ThreadPoolExecutor
-    ) -> None:
-        self._cache, self._link, self._address, self._threads = cache, link, address, threads
+    def __init__(self, cache: Cache, links: Links, address: str, threads: ThreadPoolExecutor) -> None:
+        self._cache, self._links, self._address, self._threads = cache, links, address, threads
         self._lock = RLock()
         self._received: dict[str, _Received] = {}
 
@@ -196,7 +239,7 @@ class Receiving:
         said = Expecting(
             order.id,
             window,
-            self._address(),
+            self._address,
             order.first,
             order.blocks,
             order.geometry,
@@ -204,7 +247,7 @@ class Receiving:
             order.prompt,
         )
         try:
-            link = self._link(order.addresses[rank], ASKING_MS)
+            link = self._links.to(order.addresses[rank], ASKING_MS)
             answer = msgspec.msgpack.decode(link.call(msgspec.msgpack.encode(said), ASKING_MS), type=Answered)
         except (KvferryError, msgspec.MsgspecError) as error:
             log.warning("request %s is computed, for nobody could be told to push it: %s", order.request_id, error)

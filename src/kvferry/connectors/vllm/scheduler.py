@@ -339,10 +339,11 @@ class SchedulerSide:
 
     def _send(self, request: Request, computed: int, orders: Orders) -> None:
         prompt, size = request.asked.prompt_tokens, self._block_tokens
-        whole = -(-prompt // size) if computed >= prompt else computed // size
+        complete = computed >= prompt
+        whole = -(-prompt // size) if complete else computed // size
         digest = prompt_digest(request.asked.tokens[:prompt])
         blocks = request.blocks[: -(-prompt // size)]
-        orders.sends.append(Send(request.pushed_as, request.asked.id, blocks, whole, request.model, digest))
+        orders.sends.append(Send(request.pushed_as, request.asked.id, blocks, whole, complete, request.model, digest))
 
     def _save(self, request: Request, computed: int, orders: Orders, now: float) -> None:
         # Tokens that are not known yet (speculated ones, and those of a step still in flight) name no block.

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from kvferry import Future, InvalidArgument, KvferryError, Outcome, Pool, Unsupported
 from kvferry.connectors.vllm.ferry import Ferry
 from kvferry.connectors.vllm.identity import of_rank
-from kvferry.connectors.vllm.orders import Load, Orders, Place, Report, Save
+from kvferry.connectors.vllm.orders import Load, Orders, Place, Receive, Report, Save
 from kvferry.connectors.vllm.pace import LEAST_TOKENS
 from kvferry.connectors.vllm.pools import open_pool
 from kvferry.connectors.vllm.settings import Settings
@@ -166,7 +166,7 @@ class WorkerSide:
                 received.add(pulled.pull.request_id)
                 self._note(pulled.pull.request_id, pulled.pull.blocks, pulled.failed, pulled.why)
                 self._report.pulled.add(pulled.pull.request_id)
-                self._report.took("pulling", pulled.seconds)
+                self._report.took("receiving" if isinstance(pulled.pull, Receive) else "pulling", pulled.seconds)
                 self._report.words[f"handovers {pulled.why or 'taken'}"] += 1
         for number, saving in list(self._saving.items()):
             if saving.future.done():
@@ -176,7 +176,7 @@ class WorkerSide:
         released = set()
         if self._awaited:
             busy = {saving.save.request_id for saving in self._saving.values()}
-            held = self._ferry.held(self._report.words) if self._ferry is not None else set()
+            held = self._ferry.held(self._report) if self._ferry is not None else set()
             released = self._awaited - busy - held
             self._awaited -= released
         return released, received
