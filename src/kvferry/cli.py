@@ -1,8 +1,8 @@
 """The command ``kvferry``.
 
-``kvferry doctor`` says which transports work on this host, and what to change; ``kvferry pool`` runs a pool node, looks at
-the one of whoever asks, and ends it; ``kvferry replay`` says what a pool would have done for recorded requests; ``kvferry
-cmake-dir`` and its like say where the C++ library is.
+``kvferry doctor`` says which transports work on this host, whether vLLM can use the connector, and what to change; ``kvferry
+pool`` runs a pool node, looks at the one of whoever asks, and ends it; ``kvferry replay`` says what a pool would have done for
+recorded requests; ``kvferry cmake-dir`` and its like say where the C++ library is.
 """
 
 import argparse
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="kvferry", description="Moves KV caches between processes and machines.")
     parser.add_argument("--version", action="version", version=f"kvferry {version('kvferry')}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    doctor = commands.add_parser("doctor", help="which transports work on this host, and what to change")
+    doctor = commands.add_parser("doctor", help="what works on this host and with its vLLM, and what to change")
     doctor.add_argument("--json", action="store_true", help="for programs: the report and the verdicts")
     doctor.set_defaults(run=_doctor)
     _add_pool(commands.add_parser("pool", help="a pool node: run it, look at your own, stop it"))
@@ -131,16 +131,20 @@ def _picture(words: str) -> Path:
 
 def _doctor(chosen: argparse.Namespace) -> int:
     from kvferry import _core
-    from kvferry.doctor import diagnose, render
+    from kvferry.doctor import diagnose, diagnose_vllm, installed_vllm, render, render_vllm
 
-    report = _core.host_report()
-    verdicts = diagnose(report)
+    report, found = _core.host_report(), installed_vllm()
+    verdicts, findings = diagnose(report), diagnose_vllm(found)
     if chosen.json:
-        print(
-            json.dumps({"host": report, "transports": [dataclasses.asdict(verdict) for verdict in verdicts]}, indent=2)
-        )
+        told = {
+            "host": report,
+            "transports": [dataclasses.asdict(verdict) for verdict in verdicts],
+            "vllm": found | {"findings": [dataclasses.asdict(finding) for finding in findings]},
+        }
+        print(json.dumps(told, indent=2))
     else:
         print(render(report, verdicts))
+        print(render_vllm(found, findings))
     return 0 if all(verdict.works for verdict in verdicts) else 1
 
 
