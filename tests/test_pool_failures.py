@@ -889,6 +889,61 @@ def test_no_message_that_a_client_can_send_ends_a_node(peers: Peers, tmp_path: A
         drained(node, links=1)
 
 
+NO_ANSWERS: dict[str, Callable[[messages.Request], Any]] = {
+    "too few codes": lambda asked: messages.Flags(b"\0"),
+    "too many codes": lambda asked: messages.Flags(b"\0" * 4),
+    "codes of no word": lambda asked: messages.Flags(b"\0\xff\0"),
+    "leases of two": lambda asked: messages.Leased(b"\0\0", [b"w" * 16], [b""], b"", b"\0" * 16, b""),
+    "places that are missing": lambda asked: messages.Leased(b"\0" * 3, [b"w" * 16], [b""], b"", b"\0" * 16, b""),
+    "no window": lambda asked: messages.Leased(b"\0" * 3, [], [], b"", b"\0" * 24, b""),
+    "a window too far": lambda asked: messages.Leased(
+        b"\0" * 3, [b"w" * 16, b"x" * 16], [b"", b""], b"\2\0" * 3, b"\0" * 24, b""
+    ),
+    "too few checksums": lambda asked: messages.Leased(b"\0" * 3, [b"w" * 16], [b""], b"", b"\0" * 24, b"\0" * 8),
+    "a resolution too many": lambda asked: messages.Leased(b"\0" * 3, [b"w" * 16], [b"", b""], b"", b"\0" * 24, b""),
+    "windows that are none": lambda asked: messages.Leased(b"\0" * 3, [b"w" * 16], [b""], b"", b"\0" * 24, b""),
+    "reserved too little": lambda asked: messages.Reserved(b"\1" * 3, [b"w" * 16], b"", b"\0" * 16),
+    "reserved in no window": lambda asked: messages.Reserved(b"\1" * 3, [b"w" * 16], b"", b"\0" * 24),
+}
+
+
+@pytest.mark.parametrize("what", NO_ANSWERS)
+def test_a_node_whose_answers_do_not_fit_is_as_one_that_is_gone(tmp_path: Any, what: str) -> None:
+    with kvferry.Node(program="kvferry-pool") as node:
+        node.serve_calls()
+        address = node.listen(f"unix:{tmp_path}/node.sock")
+
+        def answer() -> None:
+            with contextlib.suppress(kvferry.NodeClosed):
+                while True:
+                    call: Any = node.next_call(1000)
+                    if isinstance(call, kvferry.Call) and not call.one_way:
+                        asked = messages.decode_request(call.payload)
+                        opened = messages.Opened(0, node.node_id, MIB)
+                        said = opened if isinstance(asked, messages.Open) else NO_ANSWERS[what](asked)
+                        call.answer(messages.encode(said))
+                    call = None
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        try:
+            with kvferry.Pool.connect(address) as pool:
+                into = [np.zeros(8, np.uint8) for _ in range(3)]
+                for verb in (
+                    lambda: pool.exists(names(3)),
+                    lambda: pool.exists_async(names(3)).wait(),
+                    lambda: pool.load(names(3), buffers=into),
+                    lambda: pool.save(names(3), buffers=into),
+                ):
+                    outcome = verb()
+                    assert outcome.total == 3 and not outcome.ok.any(), outcome
+                    assert set(outcome.outcomes) <= {"node_lost", "lease_lost"}, outcome
+                assert not any(array.any() for array in into)
+        finally:
+            node.close()
+            thread.join(20)
+
+
 def test_a_space_is_for_those_who_have_opened_it(nodes: Nodes, raws: Callable[[str], Raw]) -> None:
     """Its number alone, without the secret of its namespace, leads nowhere."""
     node = nodes("1MiB")

@@ -11,7 +11,7 @@ import pytest
 import kvferry
 from kvferry.errors import KvferryError
 from kvferry.pool import client
-from kvferry.pool.moving import Moving
+from kvferry.pool.moving import Moving, Way
 from kvferry.pool.peer import Peer, Unreachable
 from pool_support import block_bytes_of, names, until
 
@@ -199,11 +199,8 @@ def test_giving_up_waits_for_a_transfer_that_takes_its_time() -> None:
             order.append("waited")
             raise KvferryError("cancelled")
 
-    class Way:
-        begin = staticmethod(lambda moves, left_ms: Transfer())
-        more = ()
-
-    one = Moving(Way, np.array([[0, 1, 1]], np.uint64), 1e12)  # type: ignore[arg-type]
+    way = Way(lambda: None, lambda moves, left_ms: Transfer(), (), ())  # type: ignore[arg-type, return-value]
+    one = Moving(way, np.array([[0, 1, 1]], np.uint64), 1e12)
     one.begin()
     one.give_up()
     one.give_up()

@@ -267,7 +267,7 @@ class Model:
             if value.expires <= self.now:
                 assert not self.finds(value)
                 self.lost(key, "expired")
-        assert self.store.next_end is None or self.store.next_end > self.now
+        assert self.store.next_end > self.now
 
     def end_owner(self) -> None:
         owner = self.owner()

@@ -1,6 +1,7 @@
 """What a pool node holds, call by call; tests/test_pool_simulation.py drives all of it at random."""
 
 import gc
+import math
 import os
 import subprocess
 import sys
@@ -157,7 +158,7 @@ def test_an_owner_that_goes_ends_all_it_held_and_nothing_else(shop: Shop) -> Non
 
 
 def test_next_end_says_when_there_is_something_to_do(shop: Shop) -> None:
-    assert shop.store.next_end is None
+    assert shop.store.next_end == math.inf
     shop.save(ttl_ms=3000)
     lease = shop.lookup(until=102.0)
     assert shop.store.next_end == 102

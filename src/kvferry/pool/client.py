@@ -195,6 +195,7 @@ class Pool:
         self._lock = threading.RLock()  # a signal handler may use the pool as well, on a thread that is just using it
         self._closed = False
         self._pid = 0
+        self._version = -1
         self._start = True
         _POOLS.add(self)
         self._counted = np.zeros(len(messages.WORDS), np.int64)
@@ -379,7 +380,22 @@ class Pool:
 
     def exists(self, keys: Any, *, routes: Any = None, timeout_ms: int = 1000, local_only: bool = False) -> Outcome:
         """Which keys are there at this moment (``hit`` or ``never_saved``)."""
-        return self._looking(keys, routes, timeout_ms, local_only).now()
+        began, peers = time.monotonic(), self._awake()
+        if len(peers) != 1 or routes is not None or local_only is not False:
+            return self._looking(keys, routes, timeout_ms, local_only).now()
+        # One node: schedulers ask this for every request, so nothing is made that several would need.
+        listed, until = _keys(keys), began + checked_timeout(timeout_ms) / 1000
+        if not 0 < len(listed) <= LOOKED_FOR_AT_A_TIME:
+            return self._looking(keys, routes, timeout_ms, local_only).now()
+        peer = peers[0]
+        try:
+            link = peer.reach(until)
+            request = messages.Exists(peer.space(self._space, until, link), listed)
+            codes = _told(peer.ask(request, messages.Flags, until, link), len(listed))
+        except Unreachable as why:
+            peer.says(str(why))
+            codes = np.full(len(listed), code_of(why.word), np.uint8)
+        return Outcome(codes, 0, time.monotonic() - began)
 
     def exists_async(
         self, keys: Any, *, routes: Any = None, timeout_ms: int = 1000, local_only: bool = False
@@ -485,7 +501,8 @@ class Pool:
                 self._node._core.check_memory(moves_of(spans), writable)
             except NodeClosed:
                 raise NodeClosed("the pool is closed") from None
-        codes = np.full(len(listed), TIMEOUT if self._membership is not None else POOL_OFF, np.uint8)
+        codes = np.empty(len(listed), np.uint8)
+        codes.fill(TIMEOUT if self._membership is not None else POOL_OFF)
         return _Batch(listed, routed, where, began, until, codes, every)
 
     def _where(self, blocks: Any, buffers: Any, writable: bool) -> tuple[Callable[[int], Values], Space]:
@@ -550,7 +567,7 @@ class Pool:
             request = messages.Exists(peer.space(space, until, link), _picked(batch.keys, chosen))
             asked = peer.asking(request, messages.Flags, until, link, beside)
             yield
-            batch.codes[chosen] = np.frombuffer(asked().codes, np.uint8)
+            batch.codes[chosen] = _told(asked(), len(chosen))
 
         def exists() -> Outcome:
             self._read(batch, local, look)
@@ -701,13 +718,17 @@ class Pool:
         values = batch.values
         assert values is not None
         link = peer.reach(until)
-        number, through, sizes = next(peer.numbers), False, values.totals[chosen]
+        number, through = next(peer.numbers), False
+        sizes = values.totals if len(chosen) == len(values) else values.totals[chosen]
         request = messages.Lookup(
             number,
             peer.space(space, until, link),
             _picked(batch.keys, chosen),
             sizes.tobytes(),
-            min(ms_left(batch.until), SHORT_LEASE_MS if int(sizes.sum()) < TOLD_AT_ONCE_BYTES else LONGEST_MS),
+            min(
+                ms_left(batch.until),
+                SHORT_LEASE_MS if values.bytes_of(chosen) < TOLD_AT_ONCE_BYTES else LONGEST_MS,
+            ),
             peer.released(link),
         )
         lost: list[tuple[Indices, int]] = []
@@ -718,7 +739,7 @@ class Pool:
             asked = peer.asking(request, messages.Leased, until, link, beside)
             yield
             leased = asked()
-            codes = np.frombuffer(leased.codes, np.uint8)
+            codes = _told(leased, len(chosen))
             found = chosen if leased.codes.count(HIT) == len(chosen) else chosen[codes == HIT]
             size_bytes = values.bytes_of(found) if len(found) else 0
             offsets = np.frombuffer(leased.offsets, np.uint64)
@@ -792,7 +813,7 @@ class Pool:
             asked = peer.asking(request, messages.Reserved, batch.until, link, beside)
             yield
             reserved = asked()
-            codes = np.frombuffer(reserved.codes, np.uint8).copy()
+            codes = _told(reserved, len(chosen)).copy()
             places = np.flatnonzero(codes == SAVED)
             offsets = np.frombuffer(reserved.offsets, np.uint64)
             failed: list[int] = []
@@ -825,7 +846,7 @@ class Pool:
                     commit = messages.Commit(number, failed, checksums.tobytes())
                     published = peer.asking(commit, messages.Flags, batch.until, link, beside)
                     yield
-                    flags = np.frombuffer(published().codes, np.uint8)
+                    flags = _told(published(), len(places))
                     codes[places] = np.where(SUCCESSES[codes[places]], flags, codes[places])
                 committed = True
             except Unreachable as why:
@@ -882,6 +903,9 @@ class Pool:
     def _awake(self) -> list[Peer]:
         """The nodes, in the order of their members; made anew in a forked child and when the members have changed."""
         membership = self._membership
+        there = not self._closed and self._pid == os.getpid()
+        if there and (membership is None or membership.version == self._version):
+            return self._routed[1]
         with self._lock:
             if self._closed:
                 return []
@@ -896,7 +920,7 @@ class Pool:
                 self._pid = os.getpid()
             if membership is None or membership.version == self._version:
                 return self._routed[1]
-            self._version = membership.version  # read first: a change between the two is seen by the next call
+            version = membership.version  # read first: a change between the two is seen by the next call
             members = membership.members()
             kept = {}
             for member in members:
@@ -905,6 +929,7 @@ class Pool:
                 kept[at] = known or Peer(self._node, self._finder(member.address))
             gone, self._peers = self._peers, kept
             self._routed = (members, list(kept.values()))
+            self._version = version  # last: who sees it without the lock sees the peers too
             peers = self._routed[1]
         for peer in gone.values():
             peer.close()
@@ -962,6 +987,14 @@ def _by_window(window_of: bytes, windows: int) -> Sequence[Indices | slice]:
         return [ALL]
     numbers = np.frombuffer(window_of, np.uint16)
     return [np.flatnonzero(numbers == number) for number in range(windows)]
+
+
+def _told(answer: messages.Flags | messages.Leased | messages.Reserved, keys: int) -> Codes:
+    """The codes of an answer. :raises Unreachable: it is none to what was asked for so many keys."""
+    try:
+        return answer.of(keys)
+    except ValueError as error:
+        raise Unreachable("node_lost", f"the node answers in words that are none: {error}") from None
 
 
 def _seeds(space: Space, keys: list[bytes], chosen: Indices) -> U64:

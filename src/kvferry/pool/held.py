@@ -140,6 +140,9 @@ _SLAB, _INDEX, _SIZE = map(attrgetter, ("slab", "index", "size"))
 def _table(slabs: Iterable[Slab], indices: list[int], sizes: Sequence[int]) -> Table:
     if not indices:
         return np.empty((0, 3), np.int64)
+    if len(indices) == 1:
+        segment, offset, each = next(iter(slabs)).at
+        return np.array([(segment, offset + each * indices[0], sizes[0])], np.int64)
     runs = [(slab.at, len(list(run))) for slab, run in groupby(slabs)]  # neighbours often lie in one
     table = np.array([at for at, _ in runs], np.int64).reshape(-1, 3)
     if len(runs) < len(indices):

@@ -7,6 +7,8 @@ the bytes of little-endian arrays. ``docs/pool.md`` has the conversation.
 from typing import Annotated, TypeAlias
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 __all__ = [
     "LONGEST_KEY",
@@ -54,6 +56,24 @@ Keys: TypeAlias = Annotated[list[bytes], msgspec.Meta(max_length=MOST_KEYS)]
 def code_of(word: str) -> int:
     """The byte that stands for ``word``."""
     return _CODES[word]
+
+
+HIT, SAVED, _KNOWN = code_of("hit"), code_of("saved"), bytes(range(len(WORDS)))
+
+
+def _codes(codes: bytes, keys: int) -> npt.NDArray[np.uint8]:
+    if len(codes) != keys or codes.translate(None, _KNOWN):
+        raise ValueError(f"{len(codes)} codes for {keys} keys, or one that stands for no word")
+    return np.frombuffer(codes, np.uint8)
+
+
+def _placed(places: int, windows: list[bytes], window_of: bytes, offsets: bytes) -> None:
+    if len(offsets) != 8 * places or bool(windows) != bool(places):
+        raise ValueError(f"{len(offsets)} bytes of offsets and {len(windows)} windows for {places} places")
+    if len(windows) > 1 and (
+        len(window_of) != 2 * places or int(np.frombuffer(window_of, np.uint16).max()) >= len(windows)
+    ):
+        raise ValueError("the places are not in the windows")
 
 
 class Open(msgspec.Struct, array_like=True, tag=1):
@@ -143,6 +163,10 @@ class Flags(msgspec.Struct, array_like=True, tag=65):
 
     codes: bytes
 
+    def of(self, keys: int) -> npt.NDArray[np.uint8]:
+        """The codes, which are those of so many keys. :raises ValueError: they are not."""
+        return _codes(self.codes, keys)
+
 
 class Leased(msgspec.Struct, array_like=True, tag=66):
     """Where the hits are, in the order of the keys: window number (u16) and offset in its segment (u64) of each. Without a
@@ -155,6 +179,15 @@ class Leased(msgspec.Struct, array_like=True, tag=66):
     offsets: bytes
     checksums: bytes  # u64 of each hit, or nothing where none is kept
 
+    def of(self, keys: int) -> npt.NDArray[np.uint8]:
+        """As in :class:`Flags`; all that is said of the hits is there too."""
+        codes = _codes(self.codes, keys)
+        hits = self.codes.count(HIT)
+        _placed(hits, self.windows, self.window_of, self.offsets)
+        if len(self.resolutions) != len(self.windows) or len(self.checksums) not in (0, 8 * hits):
+            raise ValueError("the resolutions or checksums are not those of the windows and hits")
+        return codes
+
 
 class Reserved(msgspec.Struct, array_like=True, tag=67):
     """The same for a save: where those go whose code is ``saved``; the others need nothing or get nothing."""
@@ -163,6 +196,12 @@ class Reserved(msgspec.Struct, array_like=True, tag=67):
     windows: list[bytes]
     window_of: bytes
     offsets: bytes
+
+    def of(self, keys: int) -> npt.NDArray[np.uint8]:
+        """As in :class:`Flags`; all that is said of the places is there too."""
+        codes = _codes(self.codes, keys)
+        _placed(self.codes.count(SAVED), self.windows, self.window_of, self.offsets)
+        return codes
 
 
 class Count(msgspec.Struct, array_like=True, tag=68):

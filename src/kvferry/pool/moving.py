@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,24 +16,25 @@ __all__ = ["Moving", "Way", "moves_of", "ms_left", "pulling", "pushing"]
 
 
 class Way(NamedTuple):
-    """How spans are moved: now, or beside the caller, by functions of the core that take the moves, the time that is left in
-    milliseconds, and ``more``."""
+    """How spans are moved: now, or beside the caller, by functions of the core that take what comes ``first``, the moves, the
+    time that is left in milliseconds, and ``more``."""
 
     now: Callable[..., object]
     begin: Callable[..., _core.Transfer]
+    first: tuple[Any, ...]
     more: tuple[Any, ...]
 
 
 def pulling(link: Link, window: bytes, resolution: bytes) -> Way:
     """Out of ``window``. Its owner has told what it would answer (``resolution``), so it is not asked again."""
-    core, source = link._core, _core.Target.by_window(window)
-    return Way(partial(core.pull, source, None), partial(core.pull_async, source, None), (0, resolution))
+    core = link._core
+    return Way(core.pull, core.pull_async, (_core.Target.by_window(window), None), (0, resolution))
 
 
 def pushing(link: Link, window: bytes) -> Way:
     """Into ``window``."""
-    core, to = link._core, _core.Target.by_window(window)
-    return Way(partial(core.push, None, to), partial(core.push_async, None, to), ())
+    core = link._core
+    return Way(core.push, core.push_async, (None, _core.Target.by_window(window)), ())
 
 
 def ms_left(until: float) -> int:
@@ -89,14 +89,17 @@ class Moving:
     def _begin(self) -> None:
         # Nothing in here is Python code, so what a signal handler raises comes when the transfer is in the list: it never
         # goes on with nobody to stop it.
-        begun = map(self._way.begin, (self._moves,), (ms_left(self._until),), *((one,) for one in self._way.more))
+        way = self._way
+        arguments = (*way.first, self._moves, ms_left(self._until), *way.more)
+        begun = map(way.begin, *((one,) for one in arguments))
         self._begun.extend(begun)
 
     def _finish(self) -> None:
         if self._begun:
             self._begun[0].wait(LONGEST_MS)  # its own deadline ends it
         else:
-            self._way.now(self._moves, ms_left(self._until), *self._way.more)
+            way = self._way
+            way.now(*way.first, self._moves, ms_left(self._until), *way.more)
 
     def _in_words(self, do: Callable[[], None]) -> str:
         try:

@@ -138,16 +138,18 @@ class PoolNode:
 
     def run(self, idle_s: float | None = None) -> None:
         """Answers until :meth:`stop`, a Stop, or, with ``idle_s``, so long without a link or a call."""
+        next_call, wait_ms = self._node.next_call, 0
         while not self._stopping:
             try:
-                call = self._node.next_call(self._wait_ms())
+                call = next_call(wait_ms)
             except NodeClosed:
                 return
             if call is not None:
                 self._handle(call)
                 call = None  # one that was not answered tells its asker so when no name holds it any more
-            self._end_what_is_due()
-            if idle_s is not None and not self._node.links and time.monotonic() - self._asked > idle_s:
+            now = time.monotonic()
+            wait_ms = self._end_what_is_due(now)
+            if idle_s is not None and now - self._asked > idle_s and not self._node.links:
                 log.info("nobody has asked for %.0f s: leaving", idle_s)
                 return
 
@@ -161,14 +163,6 @@ class PoolNode:
         self._node.close()
 
     # --- the loop ----------------------------------------------------------------------------------------------------
-
-    def _wait_ms(self) -> int:
-        now = time.monotonic()
-        until = now + TICK_MS / 1000
-        due = self._store.next_end
-        if due is not None:
-            until = min(until, due)
-        return max(0, int((until - now) * 1000) + 1)
 
     def _handle(self, call: Any) -> None:
         if isinstance(call, _core.LinkDown):
@@ -191,17 +185,19 @@ class PoolNode:
         if answer is not None and not call.one_way:
             call.answer(messages.encode(answer))
 
-    def _end_what_is_due(self) -> None:
-        now = time.monotonic()
+    def _end_what_is_due(self, now: float) -> int:
+        """For how many milliseconds there is nothing more of that."""
         due = self._store.next_end
-        if due is not None and due <= now:
+        if due <= now:
             for held in self._store.expire(now):
                 self._end(self._numbers.get(id(held)))
+            due = self._store.next_end
         if self._kernel_held and now >= self._try_again:
             waiting, self._kernel_held = self._kernel_held, []
             self._try_again = now + HELD_AGAIN_S
             for windows, then in waiting:
                 self._close_windows(windows, then)
+        return TICK_MS if due - now > TICK_MS / 1000 else max(0, int((due - now) * 1000) + 1)
 
     # --- what is asked -----------------------------------------------------------------------------------------------
 
@@ -268,9 +264,12 @@ class PoolNode:
             raise InvalidArgument(f"{request.number} has been given up")
         if (call.link_id, request.number) in self._held:
             raise InvalidArgument(f"there is a {request.number} already over this link")
-        given = np.frombuffer(request.sizes, np.uint64)
-        same = len(given) > 1 and bool((given == given[0]).all())
-        sizes: list[int] = [int(given[0])] * len(given) if same else given.tolist()
+        if len(request.sizes) == 8:
+            sizes = [int.from_bytes(request.sizes, "little")]
+        else:
+            given = np.frombuffer(request.sizes, np.uint64)
+            same = len(given) > 1 and bool((given == given[0]).all())
+            sizes = [int(given[0])] * len(given) if same else given.tolist()
         if len(request.keys) != len(sizes):
             raise InvalidArgument(f"{len(request.keys)} keys and {len(sizes)} sizes")
         if sizes and min(sizes) < 1:

@@ -441,10 +441,10 @@ class Store:
         return list(held)  # type: ignore[arg-type]
 
     @property
-    def next_end(self) -> float | None:
-        """When `expire` will next have something to do, at the earliest."""
-        times = [queue[0][0] for queue in (self._deadlines, self._ttls) if queue]
-        return min(times, default=None)
+    def next_end(self) -> float:
+        """When `expire` will next have something to do, at the earliest; inf: never."""
+        deadline = self._deadlines[0][0] if self._deadlines else inf
+        return min(deadline, self._ttls[0][0]) if self._ttls else deadline
 
     def remove(self, space: Space, keys: Iterable[bytes], reason: str = REMOVED) -> int:
         """How many there were, those that are being saved included: those will not be published. Copies go, and do not

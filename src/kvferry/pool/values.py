@@ -110,11 +110,18 @@ def of_blocks(memories: Sequence[Memory], blocks: Any, count: int, owner: object
     )
 
 
+_NONE_BEFORE, _ONE = np.zeros(1, np.uint64), np.arange(2)
+
+
 def of_buffers(buffers: Any, count: int, *, writable: bool = True) -> Values:
     """Value i is ``buffers[i]``: a list of segments, each ``(address, size_bytes)`` or an array. Not ``writable``: they are only
     read, and numpy arrays may be read-only."""
     owner: object = buffers
     raw = True
+    one = count == 1 and type(buffers) is list and len(buffers) == 1 and type(buffers[0]) is np.ndarray
+    if one and (plain := _plain(buffers[0], writable)):  # as below, but sooner
+        sizes = np.array(plain[1:], np.uint64)
+        return Values(np.array(plain[:1], np.uint64), sizes, _NONE_BEFORE, _ONE, sizes, [buffers[0]])
     if isinstance(buffers, Buffers):
         # Copies: the caller may use his arrays for something else while the values are moved.
         addresses, sizes = _words("addresses", buffers.addresses).copy(), _words("sizes", buffers.sizes).copy()
