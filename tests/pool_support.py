@@ -7,12 +7,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 PATIENCE_S = 15.0
+CONTROL_BYTES = 1 << 20  # a node's shared memory that is smaller than this holds no values
 
 Nodes = Callable[..., "NodeProcess"]
 
@@ -61,6 +63,26 @@ class NodeProcess:
         if words:
             print(words, file=sys.stderr)
         return self.process.returncode
+
+
+def spoil(pid: int, change: Callable[["npt.NDArray[np.uint8]"], int]) -> int:
+    """Has ``change`` alter the bytes of a node's values, segment by segment; how many places it says that it has altered."""
+    altered = 0
+    with open(f"/proc/{pid}/mem", "r+b", buffering=0) as memory:
+        for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+            if "memfd:" not in line or " rw-s " not in line:
+                continue
+            first, last = (int(word, 16) for word in line.split()[0].split("-"))
+            if last - first < CONTROL_BYTES:
+                continue
+            memory.seek(first)
+            segment = np.frombuffer(bytearray(memory.read(last - first)), np.uint8)
+            places = change(segment)
+            if places:
+                memory.seek(first)
+                memory.write(segment.tobytes())
+            altered += places
+    return altered
 
 
 def names(count: int, prefix: str = "key") -> list[bytes]:

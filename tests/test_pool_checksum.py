@@ -13,7 +13,7 @@ import kvferry
 from kvferry import _core
 from kvferry.pool import client
 from namespace_support import Inside, network
-from pool_support import NodeProcess, block_bytes_of, names
+from pool_support import NodeProcess, block_bytes_of, names, spoil
 
 pytestmark = pytest.mark.quick("formula", "corrupted", "same_host")
 
@@ -96,21 +96,16 @@ def own(tmp_path: Path) -> Iterator[NodeProcess]:
     node.stop()
 
 
-def spoil(pid: int, value: bytes) -> None:
-    """Flips one bit of ``value`` in the memory of a node, wherever it lies."""
-    spoiled = 0
-    with open(f"/proc/{pid}/mem", "r+b", buffering=0) as memory:
-        for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
-            if "memfd:" not in line or " rw-s " not in line:
-                continue
-            first, last = (int(word, 16) for word in line.split()[0].split("-"))
-            memory.seek(first)
-            found = memory.read(last - first).find(value)
-            if found >= 0:
-                memory.seek(first + found + len(value) // 2)
-                memory.write(bytes([value[len(value) // 2] ^ 16]))
-                spoiled += 1
-    assert spoiled == 1
+def flip(pid: int, value: bytes) -> None:
+    """One bit of ``value`` in the memory of a node, wherever it lies."""
+
+    def change(segment: Any) -> int:
+        found = segment.tobytes().find(value)
+        if found >= 0:
+            segment[found + len(value) // 2] ^= 16
+        return int(found >= 0)
+
+    assert spoil(pid, change) == 1
 
 
 @pytest.mark.parametrize("transports", [("map", "cma", "socket"), ("socket",)], ids=["map", "socket"])
@@ -126,7 +121,7 @@ def test_a_value_that_was_corrupted_is_a_miss_once_and_is_gone(
         assert loaded.prefix == 10 and loaded.size_bytes == 10 * SIZE
         assert np.array_equal(into, values)
 
-        spoil(node.pid, values[4].tobytes())
+        flip(node.pid, values[4].tobytes())
         into[:] = 0
         loaded = pool.load(keys, buffers=list(into))
         assert loaded.outcomes == ["hit"] * 4 + ["corrupted"] + ["hit"] * 5
@@ -151,7 +146,7 @@ def test_on_the_same_host_nothing_is_verified_unless_asked_for(own: NodeProcess)
         never.save(keys[1:2], buffers=list(values[1:2]))
         always.save(keys[2:], buffers=list(values[2:]))
         for value in values:
-            spoil(own.pid, value.tobytes())
+            flip(own.pid, value.tobytes())
         for pool in (auto, never):
             assert pool.load(keys, buffers=list(into)).prefix == 3
         assert always.load(keys, buffers=list(into)).outcomes == ["hit", "hit", "corrupted"]
@@ -163,7 +158,7 @@ def test_what_other_hosts_may_load_is_saved_with_a_checksum() -> None:
     try:
         with kvferry.Pool.connect(node.address) as near, kvferry.Pool.connect(node.address) as far:
             assert near.save(keys, buffers=list(values)).prefix == 2
-            spoil(node.pid, values[1].tobytes())
+            flip(node.pid, values[1].tobytes())
             (peer,) = far._awake()
             assert peer.same_host
             peer.same_host = False  # as over a link to another host
@@ -188,7 +183,7 @@ def test_what_crosses_from_host_to_host_is_verified_unless_told_otherwise(inside
         pid, address = hosts[0].line().split()
         with kvferry.Pool.connect(address) as pool, kvferry.Pool.connect(address, checksum="never") as never:
             assert pool.save(keys, buffers=list(values)).prefix == 3
-            spoil(int(pid), values[1].tobytes())
+            flip(int(pid), values[1].tobytes())
             assert never.load(keys, buffers=list(into)).prefix == 3
             assert pool.load(keys, buffers=list(into)).outcomes == ["hit", "corrupted", "hit"]
             assert np.array_equal(into[[0, 2]], values[[0, 2]])

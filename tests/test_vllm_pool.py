@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from pool_support import NodeProcess
+from pool_support import NodeProcess, spoil
 from vllm_support import BLOCK, ROOT, Engine, make_model, prompt, transfer_config
 
 pytestmark = [pytest.mark.vllm, pytest.mark.deadline(400)]
@@ -180,33 +180,18 @@ def test_preempted_requests_come_back_right(engine: Engine, right: Any) -> None:
     assert used(engine, before, "num_preemptions") > 0
 
 
-def spoil(pid: int) -> int:
-    """Changes a bit in every 64 bytes that are not zero, in all of a node's values."""
-    import numpy as np
-
-    spoiled = 0
-    with open(f"/proc/{pid}/mem", "r+b", buffering=0) as memory:
-        for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
-            if "memfd:" not in line or " rw-s " not in line:
-                continue
-            first, last = (int(word, 16) for word in line.split()[0].split("-"))
-            if last - first < 1 << 20:
-                continue  # the control page
-            memory.seek(first)
-            words = np.frombuffer(bytearray(memory.read(last - first)), np.uint32)
-            chosen = words[::16]
-            chosen[chosen != 0] ^= 1 << 30  # of a float: its exponent
-            spoiled += int((chosen != 0).sum())
-            memory.seek(first)
-            memory.write(words.tobytes())
-    return spoiled
+def poison(segment: Any) -> int:
+    """Changes a bit in every 64 bytes that are not zero."""
+    chosen = segment.view("uint32")[::16]
+    chosen[chosen != 0] ^= 1 << 30  # of a float: its exponent
+    return int((chosen != 0).sum())
 
 
 def test_poisoned_values_are_refused(engine: Engine, node: NodeProcess, right: Any) -> None:
     tokens = prompt(5, LENGTH)
     engine.tokens(tokens)
     engine.forget()
-    assert spoil(node.pid) > 1000
+    assert spoil(node.pid, poison) > 1000
     before = engine.metrics()
     assert engine.tokens(tokens) == right(tokens)
     engine.run([1, 2, 3])
@@ -221,14 +206,15 @@ CHECKS_OFF = """
 import sys
 sys.path.insert(0, "tests")
 from pathlib import Path
-from test_vllm_pool import spoil
+from pool_support import spoil
+from test_vllm_pool import poison
 from vllm_support import Engine, transfer_config
 
 model, pool, pid, tokens = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), eval(sys.argv[4])
 engine = Engine(model, transfer_config(pool=pool, checksum="never"))
 first = engine.tokens(tokens)
 engine.forget()
-spoil(pid)
+spoil(pid, poison)
 second = engine.tokens(tokens)
 print("ANSWER", [first, second, engine.metrics()["tokens_used:pool"]])
 """
