@@ -6,14 +6,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pool_support import NodeProcess
+from pool_support import NodeProcess, until
 from vllm_support import BLOCK, ROOT, Server, free_port, make_model, prompt, transfer_config
 
 pytestmark = [pytest.mark.vllm, pytest.mark.deadline(500)]
@@ -39,8 +39,7 @@ class Pair:
             self.prefill.wait()
             self.decode.wait()
             self.port = free_port()
-            words = ["--port", str(self.port), "--prefill", self.prefill.url, "--decode", self.decode.url]
-            self.router = subprocess.Popen([sys.executable, str(ROOT / "examples" / "router.py"), *words])
+            self.router = route(self.port, self.prefill, self.decode)
         except BaseException:
             self.prefill.kill()
             self.decode.kill()
@@ -54,29 +53,65 @@ class Pair:
         return asked_of(self.port, tokens, **body)
 
     def close(self) -> None:
-        self.router.terminate()
-        self.router.wait(20)
+        ended(self.router)
         self.prefill.close()
         self.decode.close()
 
 
-def asked_of(port: int, tokens: list[int], **body: Any) -> dict[str, Any]:
-    """What the router's client hears."""
+def route(port: int, prefill: Server, *decodes: Server, words: Sequence[str] = ()) -> "subprocess.Popen[bytes]":
+    listed = ["--port", str(port), "--prefill", prefill.url]
+    for decode in decodes:
+        listed += ["--decode", decode.url]
+    return subprocess.Popen([sys.executable, str(ROOT / "examples" / "router.py"), *listed, *words])
+
+
+def ended(router: "subprocess.Popen[bytes]") -> None:
+    router.terminate()
+    router.wait(20)
+
+
+def body_of(tokens: list[int], **body: Any) -> dict[str, Any]:
+    asked = {"model": "model", "prompt": tokens, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+    return asked | {"return_token_ids": True} | body
+
+
+def answer_of(port: int, tokens: list[int], **body: Any) -> Any:
+    """What the router's client hears, whatever it is."""
     import httpx
 
-    asked = {"model": "model", "prompt": tokens, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
     end = time.monotonic() + 60
     while True:
         try:
-            answer = httpx.post(
-                f"http://127.0.0.1:{port}/v1/completions", json=asked | {"return_token_ids": True} | body, timeout=120
-            )
-            break
+            return httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=body_of(tokens, **body), timeout=120)
         except httpx.ConnectError:  # the router is still starting
             assert time.monotonic() < end
             time.sleep(0.1)
+
+
+def asked_of(port: int, tokens: list[int], **body: Any) -> dict[str, Any]:
+    answer = answer_of(port, tokens, **body)
     assert answer.status_code == 200, answer.text
     return dict(answer.json())
+
+
+def streamed(port: int, tokens: list[int]) -> tuple[list[int], bool]:
+    """The tokens that come, and whether the answer has come to its end."""
+    import httpx
+
+    found: list[int] = []
+    whole = False
+    try:
+        with httpx.stream(
+            "POST", f"http://127.0.0.1:{port}/v1/completions", json=body_of(tokens, stream=True), timeout=120
+        ) as answer:
+            assert answer.status_code == 200
+            for line in answer.iter_lines():
+                if line.startswith("data: {"):
+                    found += json.loads(line.removeprefix("data: "))["choices"][0].get("token_ids") or []
+                whole |= line == "data: [DONE]"
+    except httpx.TransportError:
+        assert not whole
+    return found, whole
 
 
 def tokens_of(answer: dict[str, Any]) -> list[int]:
@@ -114,18 +149,8 @@ def test_decode_goes_on_where_prefill_has_ended(pair: Pair) -> None:
 
 
 def test_a_stream_comes_through_the_router(pair: Pair) -> None:
-    import httpx
-
     tokens = prompt(101, LENGTH)
-    asked = {"model": "model", "prompt": tokens, "max_tokens": 8, "temperature": 0, "ignore_eos": True, "stream": True}
-    found: list[int] = []
-    with httpx.stream(
-        "POST", f"http://127.0.0.1:{pair.port}/v1/completions", json=asked | {"return_token_ids": True}, timeout=60
-    ) as answer:
-        for line in answer.iter_lines():
-            if line.startswith("data: {"):
-                found += json.loads(line.removeprefix("data: "))["choices"][0].get("token_ids") or []
-    assert found == alone(pair, tokens)
+    assert streamed(pair.port, tokens) == (alone(pair, tokens), True)
 
 
 def test_a_decode_that_asks_again_computes(pair: Pair) -> None:
@@ -169,6 +194,76 @@ def test_fifty_requests_while_pool_and_prefill_are_killed(pair: Pair) -> None:
         assert answer == right.get(len(tokens), answer)
 
 
+def test_fifty_requests_while_pool_and_decode_are_killed(pair: Pair) -> None:
+    """One of two decodes: whoever was there goes on at the other; an answer of which a part has come breaks off."""
+    prompts = [prompt(800 + number % 40, 100 + 9 * (number % 40)) for number in range(50)]
+    with ThreadPoolExecutor(16) as threads:
+        right = list(threads.map(lambda tokens: alone(pair, tokens), prompts))
+    other = pair.start("decode", 1).wait()
+    port = free_port()
+    router = route(port, pair.prefill, pair.decode, other)
+    try:
+        answer_of(port, prompts[0])
+        answers: dict[int, tuple[list[int], bool]] = {}
+
+        def ask(number: int) -> None:
+            tokens = prompts[number]
+            answers[number] = streamed(port, tokens) if number % 5 == 0 else (tokens_of(asked_of(port, tokens)), True)
+
+        def killing() -> None:
+            until(lambda: len(answers) >= 5, 120)
+            pair.node.kill()
+            until(lambda: len(answers) >= 10, 120)
+            pair.decode.kill()
+            pair.node.start()
+            until(lambda: len(answers) >= 30, 120)
+            pair.node.kill()
+            pair.node.start()
+
+        with ThreadPoolExecutor(51) as threads:
+            kills = threads.submit(killing)
+            list(threads.map(ask, range(50)))
+            kills.result()
+        for number, (found, whole) in answers.items():
+            assert found == (right[number] if whole else right[number][: len(found)]), number
+        until(lambda: not usage(pair.prefill), 60)  # what it held for those who never came
+
+        pair.decode = pair.start("decode", 1, pair.decode.port).wait()
+        for number in range(40, 44):  # each of the two has some of them
+            tokens = prompt(850 + number, LENGTH)
+            assert tokens_of(asked_of(port, tokens)) == alone(pair, tokens)
+        assert pair.decode.metrics()["tokens_used:handover"] >= LENGTH
+    finally:
+        ended(router)
+        other.close()
+
+
+def test_router_killed_and_restarted(pair: Pair) -> None:
+    """Prefill and decode end the requests of those who have gone with it, and go on."""
+    import httpx
+
+    def lost(number: int) -> bool:
+        try:
+            pair.ask(prompt(900 + number, LENGTH), max_tokens=1000)
+        except httpx.TransportError:
+            return True
+        return False
+
+    with ThreadPoolExecutor(8) as threads:
+        asking = [threads.submit(lost, number) for number in range(8)]
+        until(lambda: running(pair.decode), 60)
+        pair.router.kill()
+        pair.router.wait(20)
+        until(lambda: not any(running(server) for server in (pair.prefill, pair.decode)), 60)
+        pair.router = route(pair.port, pair.prefill, pair.decode)
+        assert any(one.result(120) for one in asking)
+    tokens = prompt(910, LENGTH)
+    before = pair.decode.metrics()["tokens_used:handover"]
+    assert tokens_of(pair.ask(tokens)) == alone(pair, tokens)
+    assert pair.decode.metrics()["tokens_used:handover"] == before + LENGTH
+    until(lambda: not any(running(server) or usage(server) for server in (pair.prefill, pair.decode)), 60)
+
+
 def test_clients_that_go_away_leave_nothing_behind(pair: Pair) -> None:
     import httpx
 
@@ -178,10 +273,7 @@ def test_clients_that_go_away_leave_nothing_behind(pair: Pair) -> None:
             httpx.post(f"http://127.0.0.1:{pair.port}/v1/completions", json=asked, timeout=0.1 * (number + 1))
     tokens = prompt(310, LENGTH)
     assert tokens_of(pair.ask(tokens)) == alone(pair, tokens)
-    end = time.monotonic() + 60
-    while running(pair.decode) or running(pair.prefill) or usage(pair.decode) or usage(pair.prefill):
-        assert time.monotonic() < end, (usage(pair.prefill), usage(pair.decode))
-        time.sleep(0.5)
+    until(lambda: not any(running(server) or usage(server) for server in (pair.prefill, pair.decode)), 60)
 
 
 def running(server: Server) -> float:
@@ -230,11 +322,13 @@ def test_decode_killed_and_restarted(pair: Pair) -> None:
     tokens = prompt(420, LENGTH)
     given = pair.prefill.complete(tokens, 1, kv_transfer_params=ASKED)["kv_transfer_params"]
     assert given["do_remote_prefill"] and usage(pair.prefill) > 0
-    pair.decode.kill()
-    end = time.monotonic() + 60
-    while usage(pair.prefill) > 0:
-        assert time.monotonic() < end
-        time.sleep(0.2)
+    with ThreadPoolExecutor(1) as threads:
+        asking = threads.submit(answer_of, pair.port, prompt(421, LENGTH), max_tokens=1000)
+        until(lambda: running(pair.decode), 60)
+        pair.decode.kill()
+        assert asking.result(120).status_code == 503
+    assert answer_of(pair.port, prompt(422, LENGTH)).status_code == 503
+    until(lambda: not usage(pair.prefill), 60)
     assert pair.prefill.metrics()["handovers:expired"] >= 1
     pair.decode = pair.start("decode", 1, pair.decode.port).wait()
     given = pair.prefill.complete(tokens, 1, kv_transfer_params=ASKED)["kv_transfer_params"]
@@ -252,15 +346,13 @@ def test_pushed_layer_by_layer(model: Path, tmp_path: Path) -> None:
     try:
         prefill, decode = (server.wait() for server in servers)
         port = free_port()
-        words = ["--port", str(port), "--prefill", prefill.url, "--decode", decode.url, "--prefill-node", node]
-        router = subprocess.Popen([sys.executable, str(ROOT / "examples" / "router.py"), *words])
+        router = route(port, prefill, decode, words=["--prefill-node", node])
         try:
             for seed in range(3):
                 tokens = prompt(600 + seed, 1000 + seed)
                 assert tokens_of(asked_of(port, tokens)) == tokens_of(prefill.complete(tokens))
         finally:
-            router.terminate()
-            router.wait(20)
+            ended(router)
         assert decode.metrics()["tokens_used:handover"] == 3003
         prefill.complete([1, 2, 3])
         assert prefill.metrics()["handovers:pushed"] == 3
@@ -274,7 +366,7 @@ def test_two_tensor_parallel_workers(model: Path, tmp_path: Path) -> None:
     node = NodeProcess(f"unix:{tmp_path}/pool.sock", "256MiB")
     server = Server(
         model,
-        transfer_config(pool=node.address, save_timeout_ms=20_000),
+        transfer_config(pool=node.address, save_timeout_ms=20_000, revive_ms=100),
         tmp_path / "server.log",
         "0|1",
         "--tensor-parallel-size",
