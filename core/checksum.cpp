@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <bit>
 #include <cstring>
+#include <utility>
 
 #ifdef __SSE2__
 #include <emmintrin.h>
@@ -99,6 +100,46 @@ std::uint64_t Checksum::end() noexcept {
   std::uint64_t all = mix(seed_ ^ bytes_);
   for (const std::uint64_t lane : lanes_) all = mix(all ^ lane);
   return all == 0 ? 1 : all;
+}
+
+StreamSums::StreamSums(std::vector<std::uint64_t> sizes, std::vector<std::uint64_t> seeds) : sizes_(std::move(sizes)), seeds_(std::move(seeds)) {
+  sums_.reserve(sizes_.size());
+  open_next();
+}
+
+void StreamSums::begin() noexcept {
+  const std::lock_guard lock(mutex_);
+  sums_.clear();
+  position_ = 0;
+  open_next();
+}
+
+void StreamSums::open_next() noexcept {
+  if (sums_.size() == sizes_.size()) return;
+  open_ = Checksum(seeds_[sums_.size()]);
+  left_ = sizes_[sums_.size()];
+}
+
+void StreamSums::add(std::uint64_t position, const void* data, std::size_t bytes) noexcept {
+  const std::lock_guard lock(mutex_);
+  if (position > position_ || position + bytes <= position_) return;
+  const auto* at = static_cast<const std::uint8_t*>(data) + (position_ - position);
+  for (std::uint64_t more = position + bytes - position_; more > 0 && sums_.size() < sizes_.size();) {
+    const auto now = std::min(more, left_);
+    open_.add(at, now);
+    at += now;
+    more -= now;
+    left_ -= now;
+    position_ += now;
+    if (left_ > 0) continue;
+    sums_.push_back(open_.end());  // there is room for all of them
+    open_next();
+  }
+}
+
+std::vector<std::uint64_t> StreamSums::taken() const {
+  const std::lock_guard lock(mutex_);
+  return sums_.size() == sizes_.size() ? sums_ : std::vector<std::uint64_t>{};
 }
 
 }  // namespace kvferry

@@ -5,6 +5,9 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
+#include <mutex>
+#include <vector>
 
 namespace kvferry {
 
@@ -23,6 +26,25 @@ class Checksum {
   std::array<std::uint8_t, block_bytes> rest_;  // of the last block, if it is not whole yet
   std::uint64_t seed_;
   std::uint64_t bytes_ = 0;
+};
+
+// Checksums of values that lie one behind the other in a stream: taken by whoever sends it, while the bytes are in the
+// processor's caches anyway. A stream may be sent anew, or twice at once.
+class StreamSums : public std::enable_shared_from_this<StreamSums> {
+ public:
+  StreamSums(std::vector<std::uint64_t> sizes, std::vector<std::uint64_t> seeds);  // one of each for every value
+  void begin() noexcept;
+  // The bytes at `position` of the stream. Those that were added are passed over, and so is what does not follow them.
+  void add(std::uint64_t position, const void* data, std::size_t bytes) noexcept;
+  std::vector<std::uint64_t> taken() const;  // of all values, if every byte of them has come; else empty
+
+ private:
+  void open_next() noexcept;
+  const std::vector<std::uint64_t> sizes_, seeds_;
+  mutable std::mutex mutex_;
+  std::vector<std::uint64_t> sums_;
+  Checksum open_{0};  // of the value after these
+  std::uint64_t position_ = 0, left_ = 0;
 };
 
 }  // namespace kvferry

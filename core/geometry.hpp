@@ -9,6 +9,7 @@
 #include <string_view>
 #include <vector>
 
+#include "checksum.hpp"
 #include "copier.hpp"
 #include "error.hpp"
 #include "guard.hpp"
@@ -88,6 +89,7 @@ struct Moves {
   // (unless keep_order). row_to_blocks: `destination` only, in the given order.
   std::vector<UnitRun> source, destination;
   std::vector<Run> spans;  // spans: as the caller lists them, of each side's only tensor
+  std::shared_ptr<StreamSums> sums;  // spans: whoever streams them takes these; by other transports nobody does
   std::uint64_t units = 0;
   std::uint64_t source_end = 0, destination_end = 0;  // highest unit + 1, for range checks
   std::uint32_t last_listed = 0;                      // row_to_blocks: the last listed block gets only what is left

@@ -32,6 +32,8 @@ class Send : public Operation {
         cursor_(plan_),
         copier_(copier_of(resolved_.cache->kind)) {
     ok_end_ = ended_frame(asked_, {}, plan_.total(), Transport::socket, resolved_.consumed_by_pull ? wire::flag_consume : 0);
+    if (const auto& moves = resolved_.cache->memory_moves) sums_ = moves->sums;
+    if (sums_) sums_->begin();
     if (plan_.total() == 0) end_with({});
   }
 
@@ -122,6 +124,8 @@ class Send : public Operation {
       for (std::size_t spans = 0; spans < spans_per_send && payload < most; ++spans) {
         const auto span = walk.next(most - payload);
         iov[n++] = {reinterpret_cast<void*>(from[plan_.source_first + span.tensor].address + span.source), span.bytes};
+        // Before they are sent: the peer may say that it has all of them before this thread goes on.
+        if (sums_) sums_->add(cursor_.position() + payload, iov[n - 1].iov_base, span.bytes);
         payload += span.bytes;
       }
     }
@@ -187,6 +191,7 @@ class Send : public Operation {
   Plan plan_;
   PlanCursor cursor_;
   Copier* copier_;
+  std::shared_ptr<StreamSums> sums_;
   wire::Header header_{};
   std::size_t header_sent_ = sizeof(wire::Header);
   std::uint64_t piece_left_ = 0;

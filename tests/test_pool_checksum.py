@@ -189,6 +189,45 @@ def test_what_crosses_from_host_to_host_is_verified_unless_told_otherwise(inside
             assert np.array_equal(into[[0, 2]], values[[0, 2]])
 
 
+def test_whoever_sends_the_bytes_of_a_save_takes_their_checksums(monkeypatch: Any, tmp_path: Path) -> None:
+    node = NodeProcess("127.0.0.1:0")
+    rng = np.random.default_rng(11)
+    file = tmp_path / "values"
+    file.write_bytes(rng.bytes(4 * 3 * SIZE))
+    cases = {  # values, and whether their memory may shrink while somebody reads it
+        "many windows": ([rng.integers(0, 256, 3 << 20, dtype=np.uint8) for _ in range(12)], False),
+        "scattered": (
+            [[rng.integers(0, 256, n, dtype=np.uint8) for n in rng.integers(1, 3000, 50)] for _ in range(300)],
+            False,
+        ),
+        "one": ([rng.integers(0, 256, 1, dtype=np.uint8)], False),
+        "of a file": ([*np.memmap(file, np.uint8, "r", shape=(4, 3 * SIZE))], True),
+    }
+    counted: list[int] = []
+    took = client.Values.checksums
+    monkeypatch.setattr(
+        client.Values, "checksums", lambda self, which, seeds: counted.append(1) or took(self, which, seeds)
+    )
+    try:
+        with kvferry.Pool.connect(node.address, checksum="always", transports=["socket"]) as pool:
+            for case, (values, shrinks) in cases.items():
+                keys = names(len(values), case)
+                assert pool.save(keys, buffers=values, timeout_ms=20_000).prefix == len(keys), case
+                assert bool(counted) == shrinks, case
+                into = [
+                    [np.zeros_like(part) for part in (value if isinstance(value, list) else [value])]
+                    for value in values
+                ]
+                assert pool.load(keys, buffers=into, timeout_ms=20_000).reasons == {"hit": len(keys)}, case
+                for value, there in zip(values, into, strict=True):
+                    for part, copy in zip(value if isinstance(value, list) else [value], there, strict=True):
+                        assert np.array_equal(part, copy), case
+                assert counted, case  # a load verifies by them
+                counted.clear()
+    finally:
+        node.stop()
+
+
 def test_a_right_value_under_a_wrong_key_is_corrupted() -> None:
     values, into, keys = block_bytes_of(4, 3, SIZE), np.zeros((3, SIZE), np.uint8), names(3)
     with kvferry.Pool.private(32 << 20, checksum="always") as pool:

@@ -105,11 +105,52 @@ static void length_order_and_seed_count() {
     }
 }
 
+static void of_a_stream_they_are_those_of_its_values_however_it_is_cut_and_repeated() {
+  std::mt19937 random(7);
+  for (int round = 0; round < 200; ++round) {
+    const std::size_t values = 1 + random() % 6;
+    std::vector<std::uint64_t> sizes, seeds, expected;
+    Bytes stream;
+    for (std::size_t i = 0; i < values; ++i) {
+      const auto value = random_bytes(1 + random() % 300, static_cast<unsigned>(random()));
+      sizes.push_back(value.size());
+      seeds.push_back(random());
+      expected.push_back(whole(value, seeds[i]));
+      stream.insert(stream.end(), value.begin(), value.end());
+    }
+    StreamSums sums(sizes, seeds);
+    if (round % 3 == 0) {  // a first attempt that was given up
+      sums.add(0, stream.data(), random() % stream.size());
+      sums.begin();
+    }
+    for (std::size_t sent = 0; sent < stream.size();) {
+      const std::size_t offered = 1 + random() % (stream.size() - sent);
+      sums.add(sent, stream.data() + sent, offered);
+      if (random() % 4 == 0) sums.add(stream.size() + 1, stream.data(), 1);  // does not follow
+      sent += random() % (offered + 1);  // the socket took less, and the rest is offered again
+    }
+    CHECK(sums.taken() == expected);
+  }
+}
+
+static void of_a_stream_that_has_not_ended_there_are_none() {
+  const auto data = random_bytes(20, 3);
+  StreamSums sums({10, 10}, {1, 2});
+  sums.add(0, data.data(), 19);
+  CHECK(sums.taken().empty());
+  sums.add(19, data.data() + 19, 1);
+  CHECK(sums.taken().size() == 2);
+  sums.begin();
+  CHECK(sums.taken().empty());
+}
+
 int main() {
   the_test_vectors_of_the_document_come_out();
   every_length_follows_the_formula();
   cuts_make_no_difference();
   every_bit_counts();
   length_order_and_seed_count();
+  of_a_stream_they_are_those_of_its_values_however_it_is_cut_and_repeated();
+  of_a_stream_that_has_not_ended_there_are_none();
   return TEST_RESULT();
 }

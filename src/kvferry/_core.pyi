@@ -55,6 +55,16 @@ def checksums(
     only for memory that has just been moved from or to, all of it and without an error."""
 
 @final
+class StreamSums:
+    """Checksums, as :func:`checksums` has them, of values that follow each other in the bytes that are streamed."""
+
+    @staticmethod
+    def of(sizes: npt.NDArray[np.uint64], seeds: npt.NDArray[np.uint64]) -> StreamSums:
+        """Of each value its bytes, at least 1, and its seed."""
+    def taken(self) -> bytes | None:
+        """A u64 for each value once every byte was sent; None: they went another way, or not all of them."""
+
+@final
 class Target:
     """What a pull or push names on the far side."""
 
@@ -127,9 +137,10 @@ class Moves:
         """The i-th listed block receives bytes [i*block, (i+1)*block) of the row; the last listed one only what is left."""
 
     @staticmethod
-    def spans(listed: npt.NDArray[np.int64]) -> Moves:
+    def spans(listed: npt.NDArray[np.int64], sums: StreamSums | None = None) -> Moves:
         """(n, 3), C-contiguous: source offset, destination offset, bytes, of each side's only tensor; copied. Names the first
-        span that cannot be. Unsigned numbers come as the signed ones of the same bits."""
+        span that cannot be. Unsigned numbers come as the signed ones of the same bits. ``sums``: taken when a push of this
+        process's memory streams these bytes."""
 
     @property
     def units(self) -> int: ...

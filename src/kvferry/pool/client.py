@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvferry import _core
 from kvferry.arrays import Memory, recognise
 from kvferry.errors import InvalidArgument, NodeClosed
 from kvferry.link import Link
@@ -84,12 +85,12 @@ class _Batch:
     _moving: list[Moving] = field(default_factory=list)
     _given_up: bool = False
 
-    def move(self, way: Way, spans: Spans, beside: bool) -> Moving:
+    def move(self, way: Way, spans: Spans, beside: bool, sums: _core.StreamSums | None = None) -> Moving:
         """From any of the threads that carry the batch out. :raises Unreachable: it has been given up."""
         with self.lock:
             if self._given_up:
                 raise Unreachable("timeout", "the call has been given up")
-            moving = Moving(way, spans, self.until)
+            moving = Moving(way, spans, self.until, sums)
             self._moving.append(moving)  # before anything moves: give_up() knows of it, whatever happens here
             if beside:
                 moving.begin()
@@ -807,7 +808,7 @@ class Pool:
             copy,
             peer.released(link),
         )
-        moving: list[tuple[Indices | slice, Moving]] = []
+        moving: list[tuple[Indices | slice, _core.StreamSums | None, Moving]] = []
         batch.held.add((peer, link, number))
         try:
             asked = peer.asking(request, messages.Reserved, batch.until, link, beside)
@@ -823,15 +824,20 @@ class Pool:
             try:
                 for at, mine in enumerate(_by_window(reserved.window_of, len(reserved.windows))):
                     way = pushing(link, reserved.windows[at])
-                    spans = values.spans(chosen[places[mine]], offsets[mine], to_node=True)
+                    which = chosen[places[mine]]
+                    spans = values.spans(which, offsets[mine], to_node=True)
                     # Of a file that is cut short meanwhile the copying tells, and the sums would end this process.
-                    at_once &= summed and not self._node._core.check_memory(moves_of(spans), False)
-                    moving.append((mine, batch.move(way, spans, beside or summed)))
+                    steady = summed and not self._node._core.check_memory(moves_of(spans), False)
+                    at_once &= steady and not peer.streams
+                    sums = None
+                    if steady and peer.streams:  # by whoever sends the bytes, while they are in its cache
+                        sums = _core.StreamSums.of(values.totals[which], _seeds(space, batch.keys, which))
+                    moving.append((mine, sums, batch.move(way, spans, beside or summed, sums)))
                 if moving:
                     yield
                 if moving and at_once:  # while the bytes move
                     checksums = values.checksums(chosen[places], _seeds(space, batch.keys, chosen[places]))
-                for mine, move in moving:
+                for mine, sums, move in moving:
                     which = chosen[places[mine]]
                     word = move.end()
                     if word:
@@ -841,7 +847,11 @@ class Pool:
                         continue
                     size_bytes += values.bytes_of(which)
                     if summed and not at_once:
-                        checksums[mine] = values.checksums(which, _seeds(space, batch.keys, which))
+                        taken = None if sums is None else sums.taken()
+                        if taken is None:
+                            checksums[mine] = values.checksums(which, _seeds(space, batch.keys, which))
+                        else:
+                            checksums[mine] = np.frombuffer(taken, np.uint64)
                 if moving:
                     commit = messages.Commit(number, failed, checksums.tobytes())
                     published = peer.asking(commit, messages.Flags, batch.until, link, beside)
@@ -853,7 +863,7 @@ class Pool:
                 peer.says(str(why))
                 codes[places] = code_of(why.word)
         finally:
-            for _, move in moving:
+            for _, _, move in moving:
                 move.give_up()
             if not committed:
                 batch.over(peer, link, number)

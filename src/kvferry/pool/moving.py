@@ -41,8 +41,8 @@ def ms_left(until: float) -> int:
     return max(0, int((until - time.monotonic()) * 1000))
 
 
-def moves_of(spans: Spans) -> _core.Moves:
-    return _core.Moves.spans(spans.view(np.int64))
+def moves_of(spans: Spans, sums: _core.StreamSums | None = None) -> _core.Moves:
+    return _core.Moves.spans(spans.view(np.int64), sums)
 
 
 class Moving:
@@ -51,8 +51,8 @@ class Moving:
 
     __slots__ = ("_begun", "_failed", "_moves", "_until", "_way", "why")
 
-    def __init__(self, way: Way, spans: Spans, until: float) -> None:
-        self._way, self._until, self._moves = way, until, moves_of(spans)
+    def __init__(self, way: Way, spans: Spans, until: float, sums: _core.StreamSums | None = None) -> None:
+        self._way, self._until, self._moves = way, until, moves_of(spans, sums)
         self._begun: list[_core.Transfer] = []
         self._failed = self.why = ""
 
