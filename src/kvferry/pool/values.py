@@ -168,7 +168,7 @@ def _listed(buffers: Any, writable: bool) -> tuple[U64, U64, npt.NDArray[np.int6
         if not segments:
             raise InvalidArgument(f"value {number} has no segment")
         for segment in segments:
-            if type(segment) is np.ndarray and (plain := _plain(segment, writable)):
+            if isinstance(segment, np.ndarray) and (plain := _plain(segment, writable)):
                 address, size = plain
                 owners.append(segment)
             elif isinstance(segment, tuple) and len(segment) == 2 and all(type(word) is int for word in segment):
