@@ -131,11 +131,13 @@ class Sending:
             for push_id, sent in self._sent.items():
                 if sent.computed is None and sent.send is not None and sent.send.complete:
                     sent.computed = self._now()
-                    if sent.pushes:
+                    if sent.pushes and all(push.done() for push in sent.pushes):
+                        self._arriving(push_id, sent, list(sent.pushes))
+                    elif sent.pushes:
                         self._threads.submit(self._arriving, push_id, sent, list(sent.pushes))
 
     def _arriving(self, push_id: str, sent: _Sent, pushes: list[LayerPush]) -> None:
-        """On a thread: tells the decode as soon as all of a prompt is there. What fails is found by `held`."""
+        """Tells the decode as soon as all of a prompt is there; on a thread, if it is not. What fails is found by `held`."""
         try:
             for push in pushes:
                 push.wait(LAYER_MS)
