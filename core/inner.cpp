@@ -153,8 +153,9 @@ std::int64_t NodeInner::tick(std::int64_t now) {
   next = std::min(next, run_due(now));
 
   if (now >= next_heartbeat_ns_) {
-    // After a time in which this process stood still, what peers said meanwhile is not read yet, or they stood still too.
-    if (next_heartbeat_ns_ != 0 && now - next_heartbeat_ns_ > engine.options.heartbeat_timeout_ms * 500'000) awake_since_ns_ = now;
+    // After a time in which this process stood still, what peers said meanwhile is not read yet, or they stood still too. The first
+    // turn may come late as well.
+    if (now - next_heartbeat_ns_ > engine.options.heartbeat_timeout_ms * 500'000) awake_since_ns_ = now;
     next_heartbeat_ns_ = now + engine.options.heartbeat_ms * 1'000'000;
     for (const auto& up : all_up()) {
       const auto silent_ms = (now - std::max(up.link->last_heard_ns.load(), awake_since_ns_)) / 1'000'000;

@@ -6,8 +6,10 @@
 """
 
 import os
+import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 from build import PROJECTS, Project, cmake, forget_a_moved_tree
@@ -66,7 +68,9 @@ def ctest(tree: Path, prefix: "list[str] | None" = None, together: int = 1) -> N
     command += ["--no-tests=error", f"-j{together}"]
     result = subprocess.run(command, env=OPTIONS | os.environ, check=False)
     if result.returncode:
-        stop("Tests of the native code failed (see above).")
+        kept = tree / f"failed-{time.strftime('%Y%m%d-%H%M%S')}.log"  # the next run writes over ctest's own
+        shutil.copyfile(tree / "Testing" / "Temporary" / "LastTest.log", kept)
+        stop(f"Tests of the native code failed (see above; {kept} has what every program said).")
 
 
 def need_runtime(kind: str) -> None:

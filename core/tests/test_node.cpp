@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <thread>
 
+#include "ends.hpp"
 #include "stranger.hpp"
 
 using namespace kvferry;
@@ -264,7 +265,9 @@ static void a_restarted_peer_replaces_its_stale_link() {
 }
 
 static void of_two_live_peers_with_one_id_the_second_is_refused() {
-  Node node(Frozen::made(10'000));
+  auto patient = Frozen::made(60'000);
+  patient.heartbeat_ms = 20'000;  // the first one, which beats never, is heard recently for twice as long
+  Node node(patient);
   const auto at = node.listen("127.0.0.1", 0);
   auto first = std::make_unique<Dialler>(at, 8, secret);
   CHECK_FAILS(Kind::already_linked, "node_id", Dialler(at, 8, secret));
@@ -295,6 +298,25 @@ static void who_stood_still_does_not_drop_its_links() {
     sleep_ms(30);
     CHECK(pair.link->alive() && pair.back->alive());
   }
+}
+
+// So does one whose control thread had not had its first turn: here it has none at all, and the time is the test's.
+static void who_had_no_turn_yet_does_not_drop_its_links() {
+  auto made = options(1);
+  made.heartbeat_ms = 10;
+  made.heartbeat_timeout_ms = 100;
+  const auto node = std::make_shared<NodeInner>(made);
+  Ends ends;
+  const auto link = node->new_link({}, true, {}, nullptr);
+  node->bring_up(link, std::move(ends.here), false);
+  const auto first = link->last_heard_ns.load() + 300'000'000;
+  node->tick(first);
+  CHECK(link->alive());
+  for (int ms = 10; ms <= 120; ms += 10) {
+    CHECK(link->alive() == (ms <= 110));  // silent from here on
+    node->tick(first + ms * 1'000'000);
+  }
+  CHECK(!link->alive() && link->death().sentence.find("nothing was heard") != std::string::npos);
 }
 
 // Asking to unlink commits nobody: who hears of it too late stays linked.
@@ -468,6 +490,7 @@ int main() {
   a_restarted_peer_replaces_its_stale_link();
   of_two_live_peers_with_one_id_the_second_is_refused();
   who_stood_still_does_not_drop_its_links();
+  who_had_no_turn_yet_does_not_drop_its_links();
   an_unlink_that_came_too_late_changes_nothing();
   an_operation_that_was_let_go_ends_by_itself();
   a_notifier_hears_of_every_end();
