@@ -612,7 +612,10 @@ NB_MODULE(_core, m) {
 
   nb::class_<PyPrepared>(m, "Prepared").def("run", [](PyPrepared& self, std::int64_t timeout_ms) {
     self.node->engine();  // open?
-    const auto operation = self.prepared->operation(deadline_of(timeout_ms));
+    const auto deadline = deadline_of(timeout_ms);
+    bool touched = false;
+    if (const auto result = self.prepared->run_at_once(deadline, touched)) return Done{result->bytes, result->nanoseconds, result->transport};
+    const auto operation = self.prepared->operation(deadline, touched);
     return run(*operation, operation->will_not_wait(keep_gil_bytes));
   }, "timeout_ms"_a);
 

@@ -50,15 +50,6 @@ Tensors take_tensors(std::string_view side, const Geometry& geometry, TensorRang
   return {range.first, static_cast<std::uint32_t>(count)};
 }
 
-void check_blocks(std::string_view side, const Geometry& geometry, const std::vector<UnitRun>& runs) {
-  for (const UnitRun& run : runs) {
-    const std::uint64_t end = std::uint64_t{run.first} + run.count;
-    if (end <= geometry.count) continue;
-    invalid(side, " block ", std::max<std::uint64_t>(run.first, geometry.count), " of ", geometry.label(),
-            " does not exist: it has ", geometry.count, " blocks");
-  }
-}
-
 std::uint64_t source_row(const Geometry& source, std::int64_t row, std::int64_t key_row) {
   if (row == -1) {
     if (key_row < 0) {
@@ -211,6 +202,7 @@ void plan_blocks(Plan& plan, const Geometry& source, const Geometry& destination
   check_equal_units(source, destination);
   if (moves.source.size() != moves.destination.size()) invalid("source and destination name different numbers of blocks");
   check_blocks("source", source, moves.source);
+  check_blocks("source", source, moves.overwritten);
   check_blocks("destination", destination, moves.destination);
   const Side from{source.stride_bytes, source.unit_bytes}, to{destination.stride_bytes, destination.unit_bytes};
   plan.runs.reserve(runs_needed(moves.source, count_units(moves.source), from.dense() && to.dense()));
@@ -337,6 +329,15 @@ void Geometry::check() const {
 }
 
 // --- plans -----------------------------------------------------------------------------------------------------------
+
+void check_blocks(std::string_view side, const Geometry& geometry, const std::vector<UnitRun>& units) {
+  for (const UnitRun& run : units) {
+    const std::uint64_t end = std::uint64_t{run.first} + run.count;
+    if (end <= geometry.count) continue;
+    invalid(side, " block ", std::max<std::uint64_t>(run.first, geometry.count), " of ", geometry.label(),
+            " does not exist: it has ", geometry.count, " blocks");
+  }
+}
 
 Plan make_plan(const Geometry& source, const Geometry& destination, const Moves& moves, std::int64_t key_row,
                bool mover_owns_destination) {

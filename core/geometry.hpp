@@ -90,6 +90,7 @@ struct Moves {
   std::vector<UnitRun> source, destination;
   std::vector<Run> spans;  // spans: as the caller lists them, of each side's only tensor
   std::shared_ptr<StreamSums> sums;  // spans: whoever streams them takes these; by other transports nobody does
+  std::vector<UnitRun> overwritten;  // blocks: the sources of pairs that a later one overwrites, to be checked and not to be read
   std::uint64_t units = 0;
   std::uint64_t source_end = 0, destination_end = 0;  // highest unit + 1, for range checks
   std::uint32_t last_listed = 0;                      // row_to_blocks: the last listed block gets only what is left
@@ -163,6 +164,9 @@ DestinationPlan make_destination_plan(const Geometry& destination, const Moves& 
 
 // What a source is asked for by spans: theirs, in the order listed.
 SourceSelect select_spans(const Moves& moves);
+
+// Throws Error(invalid_argument) for the first of them that `geometry` does not have. `side`: "source".
+void check_blocks(std::string_view side, const Geometry& geometry, const std::vector<UnitRun>& units);
 
 // Unit numbers in the caller's order with neighbours merged. Throws Error(invalid_argument) for numbers < 0 or >= 2^32.
 std::vector<UnitRun> merge_units(const std::int64_t* units, std::size_t n);

@@ -455,6 +455,12 @@ std::shared_ptr<const Source> Link::kept(const Target& target) {
 void Link::keep(const Target& target, std::shared_ptr<const Source> source) {
   constexpr std::size_t most = 4096;
   const std::lock_guard lock(mutex_);
+  // What has been let go of in the meantime stays let go of: the segments of a link that is down, or of released memory.
+  if (!alive()) return;
+  for (std::size_t i = 0; i < source->segments.size(); ++i) {
+    const auto it = segments_.find(source->geometry.tensors[i].segment);
+    if (it == segments_.end() || it->second != source->segments[i]) return;
+  }
   if (kept_.size() >= most) kept_.clear();
   kept_[target] = std::move(source);
 }
@@ -466,9 +472,11 @@ bool Link::stands(const Source& source) const noexcept {
   return !source.by_epoch || peer.page->epoch() == source.epoch;
 }
 
-void Link::begin(const std::shared_ptr<Operation>& operation) {
-  const std::lock_guard lock(mutex_);
-  if (!alive_.load()) throw Error(death_);
+void Link::begin(const std::shared_ptr<Operation>& operation, bool part_of_another) {
+  const std::lock_guard lock(mutex_);  // which wait_until_quiet() takes after the state has changed: it sees this one, or this sees that
+  const auto state = state_.load();
+  if ((state & down) != 0) throw Error(death_);
+  if (state != 0 && !part_of_another) throw Error(Kind::not_linked, "this link is being unlinked");
   operations_.emplace(operation.get(), operation);
 }
 
@@ -482,7 +490,7 @@ void Link::add_server_lane(const std::shared_ptr<ServerLane>& lane) {
   {
     const std::lock_guard lock(mutex_);
     std::erase_if(server_lanes_, [](const auto& one) { return one.expired(); });
-    if (alive_.load()) {
+    if (alive()) {
       server_lanes_.push_back(lane);
       return;
     }
@@ -496,9 +504,9 @@ bool Link::take_down(Outcome reason) {
   std::vector<std::shared_ptr<PeerSegment>> segments;
   {
     const std::lock_guard lock(mutex_);
-    if (!alive_.load()) return false;
+    if (!alive()) return false;
     death_ = std::move(reason);
-    alive_.store(false, std::memory_order_seq_cst);
+    state_.fetch_or(down, std::memory_order_seq_cst);
     for (auto& [_, weak] : operations_)
       if (auto operation = weak.lock()) operations.push_back(std::move(operation));
     server_lanes.swap(server_lanes_);
@@ -519,7 +527,7 @@ bool Link::wait_until_quiet(const Deadline& until) {
     std::unique_lock lock(mutex_);
     if (!wait_on(quiet_, lock, until, [this] { return operations_.empty(); })) return false;
   }
-  while (!alive_.load(std::memory_order_seq_cst) && brief_.load(std::memory_order_seq_cst) != 0) {
+  while ((state_.load(std::memory_order_seq_cst) & down) != 0 && brief_.load(std::memory_order_seq_cst) != 0) {
     if (until.passed()) return false;
     std::this_thread::sleep_for(std::chrono::microseconds(20));
   }

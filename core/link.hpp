@@ -1,7 +1,8 @@
 // A link: a live peer, what was learned about it in the hello, its lanes, its mapped segments and kept resolutions.
 //
 // Life: up (alive) -> down, once, for one reason. Going down shuts its sockets and pokes its operations; each of them
-// ends after the piece in hand. Knows no frames but its own LANE; the node drives hello, heartbeats and death.
+// ends after the piece in hand. While an unlink waits for those that have begun, it is up and takes no new ones (Parting).
+// Knows no frames but its own LANE; the node drives hello, heartbeats and death.
 #pragma once
 
 #include <array>
@@ -154,7 +155,7 @@ class Link : public std::enable_shared_from_this<Link> {
   LanePool lanes;
 
   std::string label() const;  // "node 7 at 127.0.0.1:7000"
-  bool alive() const noexcept { return alive_.load(std::memory_order_acquire); }
+  bool alive() const noexcept { return (state_.load(std::memory_order_acquire) & down) == 0; }
   Outcome death() const;      // why it went down
   bool peer_process_ended() const noexcept;
 
@@ -197,13 +198,27 @@ class Link : public std::enable_shared_from_this<Link> {
     ~Brief() { link_.brief_.fetch_sub(1, std::memory_order_release); }
     Brief(const Brief&) = delete;
     Brief& operator=(const Brief&) = delete;
-    // Crosswise with take_down() and wait_until_quiet(), as GuardTable's enter() and end() are: one of the two sees the other.
-    explicit operator bool() const noexcept { return link_.alive_.load(std::memory_order_seq_cst); }
+    // Whether it may go on. Crosswise with take_down() and wait_until_quiet(), as GuardTable's enter() and end() are: one of the
+    // two sees the other.
+    explicit operator bool() const noexcept { return link_.state_.load(std::memory_order_seq_cst) == 0; }
 
    private:
     Link& link_;
   };
-  void begin(const std::shared_ptr<Operation>& operation);  // throws Error if down
+  // Stands round an unlink that waits: operations that have not begun are refused meanwhile, on behalf of the peer too, so that
+  // the waiting has an end. Afterwards the link is down, or takes them as before.
+  class Parting {
+   public:
+    explicit Parting(Link& link) noexcept : link_(link) { link_.state_.fetch_add(1, std::memory_order_seq_cst); }
+    ~Parting() { link_.state_.fetch_sub(1, std::memory_order_seq_cst); }
+    Parting(const Parting&) = delete;
+    Parting& operator=(const Parting&) = delete;
+
+   private:
+    Link& link_;
+  };
+  // Throws Error if down, or if it is being unlinked and `operation` is no part of one that has begun already.
+  void begin(const std::shared_ptr<Operation>& operation, bool part_of_another);
   void end(Operation& operation) noexcept;
   void add_server_lane(const std::shared_ptr<ServerLane>& lane);
   bool take_down(Outcome reason);  // true: this call did it. Shuts, pokes; does not wait
@@ -219,7 +234,8 @@ class Link : public std::enable_shared_from_this<Link> {
  private:
   Engine& engine_;
   mutable std::mutex mutex_;
-  std::atomic<bool> alive_{true};
+  static constexpr unsigned down = 1u << 31;
+  std::atomic<unsigned> state_{0};  // how many unlinks wait, and `down`: one look says whether an operation may begin
   std::atomic<unsigned> brief_{0};
   std::atomic<bool> map_ok_, cma_ok_;
   Outcome death_;

@@ -71,7 +71,7 @@ class Seen {
 };
 
 // Which pairs are overwritten by a later one; empty if none is.
-std::vector<bool> overwritten(const std::int64_t* destination, std::size_t n, std::uint64_t end) {
+std::vector<bool> find_overwritten(const std::int64_t* destination, std::size_t n, std::uint64_t end) {
   std::vector<bool> dropped;
   if (std::adjacent_find(destination, destination + n, std::greater_equal<>()) == destination + n) return dropped;
   Seen seen(n, end);
@@ -155,9 +155,15 @@ std::shared_ptr<const Moves> Moves::make_blocks(const std::int64_t* source, std:
   moves->destination_tensors = destination_tensors;
   moves->source_end = check_unit_numbers("source", source, n);
   moves->destination_end = check_unit_numbers("destination", destination, n);
-  auto dropped = overwritten(destination, n, moves->destination_end);
+  auto dropped = find_overwritten(destination, n, moves->destination_end);
   moves->duplicates = !dropped.empty();
   if (keep_order) dropped.clear();
+  if (!dropped.empty()) {
+    std::vector<std::int64_t> overwritten_sources;
+    for (std::size_t i = 0; i < n; ++i)
+      if (dropped[i]) overwritten_sources.push_back(source[i]);
+    moves->overwritten = merge_units(overwritten_sources.data(), overwritten_sources.size());
+  }
 
   std::size_t runs = 0;  // counted first: exact vectors instead of grown ones
   for_each_pair_run(source, destination, n, dropped, keep_order, [&](auto, auto, auto) { ++runs; });
@@ -211,7 +217,7 @@ std::shared_ptr<const Moves> Moves::make_row_to_blocks(std::int64_t source_row, 
   moves->source_row = source_row;
   moves->source_end = static_cast<std::uint64_t>(source_row + 1);
   moves->destination_end = check_unit_numbers("destination", destination, n);
-  moves->duplicates = !overwritten(destination, n, moves->destination_end).empty();
+  moves->duplicates = !find_overwritten(destination, n, moves->destination_end).empty();
   moves->destination = merge_units(destination, n);
   moves->units = n;
   if (n > 0) moves->last_listed = static_cast<std::uint32_t>(destination[n - 1]);

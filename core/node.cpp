@@ -110,7 +110,9 @@ std::vector<std::shared_ptr<Link>> Node::links() const { return closed() ? std::
 
 void Node::unlink(const std::shared_ptr<Link>& link, Deadline deadline, bool force) {
   if (closed() || !link->alive()) return;
+  std::optional<Link::Parting> parting;
   if (!force) {
+    parting.emplace(*link);
     if (!link->wait_until_quiet(deadline))
       throw Error({Kind::deadline, sentence(link->operations(), " operations are still in flight; wait for them, or unlink by force"), false, true},
                   link->label(), "", "unlink");

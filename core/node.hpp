@@ -51,7 +51,8 @@ class Node {
   std::shared_ptr<Link> connect_unix(const std::string& path, Deadline deadline, bool replace = true);
   std::vector<std::shared_ptr<Link>> links() const;
   // Graceful: waits for this side's operations, asks the peer, drops both sides; Error(deadline | cancelled) leaves the link up
-  // on both sides, also if the peer hears of it later. Forced: drops this side; operations end after the piece in hand.
+  // on both sides, also if the peer hears of it later. Meanwhile operations that have not begun are refused with Error(not_linked),
+  // and those that the peer asks for. Forced: drops this side; operations end after the piece in hand.
   void unlink(const std::shared_ptr<Link>& link, Deadline deadline, bool force);
   std::optional<std::pair<std::string, std::string>> next_event(std::int64_t timeout_ms);
 

@@ -119,10 +119,10 @@ Result Operation::run_here() {
   return result_;
 }
 
-// Of a link that is down the error names peer, cache and operation like that of an operation that has begun.
+// Of a link that is down, or is being unlinked, the error names peer, cache and operation like that of an operation that has begun.
 void Operation::begin() {
   try {
-    link_->begin(shared_from_this());
+    link_->begin(shared_from_this(), part_of_another());
   } catch (const Error& error) {
     throw Error(error.outcome(), link_->label(), subject(), verb_);
   }

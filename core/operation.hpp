@@ -113,6 +113,8 @@ class Operation : public std::enable_shared_from_this<Operation> {
   virtual Need step() = 0;
   virtual void ended() noexcept {}  // once, after the result stands and before anybody hears of it
   virtual bool goes_on_alone() const noexcept { return true; }  // asynchronous, when nobody holds it any more
+  // Whether it is done on behalf of an operation that has begun on this link: then it may begin while that is being unlinked.
+  virtual bool part_of_another() const noexcept { return false; }
   // Whether it reads or writes memory where the kernel may hold a copy for as long as a disk wants. Asked once, before the
   // first step; may throw what that step would.
   virtual bool may_be_held() { return false; }
@@ -133,6 +135,7 @@ class Operation : public std::enable_shared_from_this<Operation> {
   enum class Sent : std::uint8_t { all, later, lost };
   void set_request(std::vector<std::uint8_t> bytes);
   bool request_set() const noexcept { return !request_.empty(); }
+  bool request_sent() const noexcept { return request_set() && request_sent_ == request_.size(); }
   Sent send_request();
   virtual bool before_request() { return true; }  // just before its first byte; false: lost
   // The peer has closed the lane in use, which may have happened while it lay idle, and says nothing about the link. True:

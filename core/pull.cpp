@@ -54,10 +54,19 @@ SourceSelect select_of(const Plan& plan, const Moves& moves, const Geometry& sou
 }
 
 std::vector<UnitRun> units_of(const Moves& moves, const Geometry& source, std::int64_t key_row) {
-  if (moves.form == Moves::Form::blocks) return moves.source;
+  if (moves.form == Moves::Form::blocks) {
+    auto units = moves.source;
+    units.insert(units.end(), moves.overwritten.begin(), moves.overwritten.end());
+    return units;
+  }
   if (moves.form == Moves::Form::whole) return {{0, static_cast<std::uint32_t>(source.count)}};
   const auto row = moves.source_row >= 0 ? moves.source_row : key_row;
   return {{static_cast<std::uint32_t>(std::max<std::int64_t>(row, 0)), 1}};
+}
+
+// Whether it takes the source's geometry to know what to ask for, or whether all that was listed may be asked for.
+bool needs_the_source(const Moves& moves) {
+  return moves.form == Moves::Form::row_to_blocks || moves.form == Moves::Form::in_window_order || !moves.overwritten.empty();
 }
 
 }  // namespace
@@ -124,8 +133,7 @@ Need Pull::step() {
         if (!source_ && ask_.keep && one_sided() != 0) was_kept_ = (source_ = link_->kept(ask_.target)) != nullptr;
         if (source_) {
           phase_ = Phase::plan;
-        } else if (ask_.resolve_only || ask_.describe_only || one_sided() != 0 ||
-                   ask_.moves->form == Moves::Form::row_to_blocks || ask_.moves->form == Moves::Form::in_window_order) {
+        } else if (ask_.resolve_only || ask_.describe_only || one_sided() != 0 || needs_the_source(*ask_.moves)) {
           if (!take_lane(LaneUse::small)) return Need::lane;
           ask_to_resolve(Phase::await_geometry, ask_.describe_only);
         } else {
@@ -252,20 +260,40 @@ bool Pull::will_not_wait(std::uint64_t bytes) {
   return plan_->total() <= bytes;
 }
 
+bool Pull::small_enough() const noexcept { return plan_->total() <= at_once_bytes && plan_->runs.size() * plan_->tensors <= at_once_spans; }
+
 bool Pull::run_at_once() {
   finish_unshared();
+  if (ask_.moves->source.size() > at_once_spans) return false;  // before it is planned for nothing
   const Link::Brief counted(*link_);
-  if (!counted || !will_not_wait(at_once_bytes) || !plan_ || plan_->runs.size() * plan_->tensors > at_once_spans) return false;
+  if (!counted || !will_not_wait(at_once_bytes) || !plan_ || !small_enough()) return false;
   try {
     choose_transport();
   } catch (const Error&) {  // said by step()
     return false;
   }
-  if (transport_ == Transport::socket || must_stop()) return false;
+  return transport_ != Transport::socket && !must_stop() && copy_small(touched_);
+}
+
+std::optional<Result> Pull::run_again_at_once(const Deadline& deadline, bool& touched) noexcept {
+  const auto began = now_ns();
+  const Link::Brief counted(*link_);
+  const bool usable = (link_->transports(ask_.transports) & static_cast<unsigned>(transport_)) != 0;
+  if (!counted || !usable || began >= deadline.at_ns || !small_enough() || !link_->stands(*source_) || !copy_small(touched)) return std::nullopt;
+  return Result{{}, plan_->total(), now_ns() - began, transport_};
+}
+
+// Of a source that has been found to stand. Changes nothing of this pull: another thread may be doing the same.
+bool Pull::copy_small(bool& touched) noexcept {
   const auto total = plan_->total();
-  const bool copied = copy_piece(PlanCursor(*plan_), total).ok();
-  touched_ |= any_bytes_.load(std::memory_order_relaxed);
-  if (!copied || !source_stands() || (transport_ != Transport::cma && link_->peer_process_ended())) return false;
+  {
+    const Entered entered(engine_.guards, ask_.destination.guards);
+    if (!entered) return false;
+    touched = true;
+    const PlanCursor all(*plan_);
+    if (!(transport_ == Transport::map ? copy_by_map(all, total) : copy_by_cma(all, total)).ok()) return false;
+  }
+  if (!source_stands() || (transport_ != Transport::cma && link_->peer_process_ended())) return false;
   link_->pulls.fetch_add(1, std::memory_order_relaxed);
   link_->bytes_pulled.fetch_add(total, std::memory_order_relaxed);
   return true;
@@ -825,26 +853,40 @@ PreparedPull::PreparedPull(Engine& engine, std::shared_ptr<Link> link, PullAsk a
 void PreparedPull::resolve(Deadline deadline) {
   auto ask = ask_;
   ask.resolve_only = true;
-  const auto operation = std::make_shared<Pull>(engine_, link_, deadline, std::move(ask), "prepare");
+  auto operation = std::make_shared<Pull>(engine_, link_, deadline, std::move(ask), "prepare");
   const auto result = operation->run_here();
   if (!result.outcome.ok()) throw Error(result.outcome, link_->label(), operation->subject(), "prepare");
   const std::lock_guard lock(mutex_);
-  // A consumable key is resolved each time, and a stream by its owner.
-  const bool keep = result.transport != Transport::socket && !operation->source()->consume;
-  source_ = keep ? operation->source() : nullptr;
-  plan_ = keep ? operation->plan() : nullptr;
   ask_.moves = operation->moves();  // what a window's order means does not change
+  // A consumable key is resolved each time, and a stream by its owner.
+  if (result.transport != Transport::socket && !operation->source()->consume) resolved_ = std::move(operation);
 }
 
-std::shared_ptr<Pull> PreparedPull::operation(Deadline deadline) {
+Result PreparedPull::run_here(const Deadline& deadline) {
+  bool touched = false;
+  if (auto result = run_at_once(deadline, touched)) return *std::move(result);
+  const auto operation = this->operation(deadline, touched);
+  return operation->run_here();
+}
+
+std::optional<Result> PreparedPull::run_at_once(const Deadline& deadline, bool& touched) {
+  std::shared_ptr<Pull> resolved;
+  {
+    const std::lock_guard lock(mutex_);
+    resolved = resolved_;
+  }
+  return resolved ? resolved->run_again_at_once(deadline, touched) : std::nullopt;
+}
+
+std::shared_ptr<Pull> PreparedPull::operation(Deadline deadline, bool touched) {
   auto ask = ask_;
   std::shared_ptr<const Plan> plan;
+  ask.touched_before = touched;
   {
     const std::lock_guard lock(mutex_);
     // Out of date: resolved anew, which finds the cache, another of its name, or nothing.
-    if (source_ && !link_->stands(*source_)) source_.reset(), plan_.reset();
-    ask.source = source_;
-    plan = plan_;
+    if (resolved_ && !link_->stands(*resolved_->source())) resolved_.reset();
+    if (resolved_) ask.source = resolved_->source(), plan = resolved_->plan();
   }
   auto operation = std::make_shared<Pull>(engine_, link_, deadline, std::move(ask));
   if (plan) operation->use_plan(std::move(plan));

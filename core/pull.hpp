@@ -50,6 +50,9 @@ class Pull : public Operation {
   // All of it at once, on this thread, if it will not wait and is small: for one that nobody shares. False: it is none of
   // these, or something was in its way, and another pull has to say what.
   bool run_at_once();
+  // The same of one that has ended and knows source, plan and transport, once more, also while other threads do so. Nothing: it is
+  // none of these, or something was in its way; `touched`: bytes of the destination may have changed.
+  std::optional<Result> run_again_at_once(const Deadline& deadline, bool& touched) noexcept;
   // What it was asked for, for the pull that is made then.
   PullAsk ask_again_for() {
     ask_.touched_before = touched_;
@@ -68,6 +71,8 @@ class Pull : public Operation {
   enum class Phase { begin, send, await_geometry, await_segment, plan, copy, ask, stream, confirm, await_consumed };
 
   unsigned one_sided() const noexcept;
+  bool small_enough() const noexcept;  // to be copied at once
+  bool copy_small(bool& touched) noexcept;
   void begin_request(wire::Writer request, Phase then);
   bool await_answer(Frame& frame, Need& need);  // one frame on the lane
   void ask_again(bool harmless, Need& need);
@@ -136,16 +141,20 @@ class Pull : public Operation {
 class PreparedPull {
  public:
   PreparedPull(Engine& engine, std::shared_ptr<Link> link, PullAsk ask, Deadline deadline);  // resolves; throws Error
-  std::shared_ptr<Pull> operation(Deadline deadline);  // the next run of it
+  Result run_here(const Deadline& deadline);  // the next run of it, on this thread, to its end
+  // The two halves of that, for who does something in between. The first is for a small one that needs no answer from anybody, and
+  // goes without what an operation takes that others may wait for, cancel or hear of. Nothing: the second has to do it, or to say
+  // what is wrong.
+  std::optional<Result> run_at_once(const Deadline& deadline, bool& touched);
+  std::shared_ptr<Pull> operation(Deadline deadline, bool touched = false);
 
  private:
   void resolve(Deadline deadline);
   Engine& engine_;
   std::shared_ptr<Link> link_;
-  PullAsk ask_;  // as it was given; what was found out stands in source_ and plan_
+  PullAsk ask_;  // as it was given
   std::mutex mutex_;
-  std::shared_ptr<const Source> source_;
-  std::shared_ptr<const Plan> plan_;
+  std::shared_ptr<Pull> resolved_;  // has what was found out: source, plan and transport
 };
 
 // The local cache as a destination. Throws Error(not_found).

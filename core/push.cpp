@@ -34,9 +34,12 @@ Need Push::step() {
 }
 
 Need Push::converse(const Target& target, const TensorRange& source, const TensorRange& destination) {
-  if (must_stop()) give_up(stop_reason());
+  // A receiver that unlinks has answered first: what it said counts, also where this side sees the end of the link earlier.
+  const bool may_be_answered = asked_ && request_sent() && !link_->alive();
+  if (must_stop() && !may_be_answered) give_up(stop_reason());
   if (!asked_) {
     if (!request_set()) {
+      check_blocks("source", ask_.source->geometry, ask_.moves->overwritten);  // of which the receiver is not told
       engine_.check_readable(*ask_.source);
       if (!of_memory() && !engine_.guards.alive(ask_.source->guard)) throw Error(Kind::not_found, subject() + " does not exist any more");
       if (guard_.number == 0) {
@@ -70,7 +73,9 @@ Need Push::converse(const Target& target, const TensorRange& source, const Tenso
   }
   Frame frame;
   switch (in_->read(lane_->descriptor.get(), frame)) {
-    case FrameBuffer::State::would_block: return Need::readable;
+    case FrameBuffer::State::would_block:
+      if (may_be_answered) give_up(stop_reason());
+      return Need::readable;
     case FrameBuffer::State::lost: give_up(lane_closed());
     case FrameBuffer::State::frame: break;
   }

@@ -22,8 +22,9 @@ constexpr std::uint64_t send_inline_bytes = 64 << 10;  // on the control thread 
 class Send : public Operation {
  public:
   Send(Engine& engine, std::shared_ptr<ServerLane> lane, std::shared_ptr<Link> link, Deadline deadline, std::uint64_t operation,
-       Resolved resolved, std::vector<Guard> guards, Plan plan)
+       Resolved resolved, std::vector<Guard> guards, Plan plan, bool for_a_push)
       : Operation(engine, std::move(link), deadline, "send"),
+        for_a_push_(for_a_push),
         server_lane_(std::move(lane)),
         asked_(operation),
         resolved_(std::move(resolved)),
@@ -51,6 +52,7 @@ class Send : public Operation {
  protected:
   int descriptor() const noexcept override { return server_lane_->descriptor(); }
   void put_aside(Need) override { server_lane_->watch_for(EPOLLOUT); }
+  bool part_of_another() const noexcept override { return for_a_push_; }
 
   Need step() override {
     for (;;) {
@@ -184,6 +186,7 @@ class Send : public Operation {
     staged_left_ = staging_.size();
   }
 
+  const bool for_a_push_;  // of this side, whose receiver asks for the bytes
   std::shared_ptr<ServerLane> server_lane_;
   const std::uint64_t asked_;
   Resolved resolved_;
@@ -496,11 +499,12 @@ void ServerLane::on_pull(const Frame& frame) {
                                                : std::vector<UnitRun>{{static_cast<std::uint32_t>(row), 1}};
     check_inside(resolved.window->units, units, resolved.cache->geometry.label());
   }
+  const bool for_a_push = !guards.empty();  // its guard, with that of its source
   guards.insert(guards.end(), resolved.guards.begin(), resolved.guards.end());
   for (const auto& guard : guards)
     if (!engine_.guards.alive(guard)) throw Error(Kind::not_found, target.label() + " or the push it belongs to does not exist any more");
   const auto operation = std::make_shared<Send>(engine_, shared_from_this(), link_, Deadline::after_ms(left_ms), frame.header.operation,
-                                                std::move(resolved), std::move(guards), std::move(plan));
+                                                std::move(resolved), std::move(guards), std::move(plan), for_a_push);
   run(operation, operation->total() <= send_inline_bytes && !operation->may_be_held());
 }
 

@@ -97,6 +97,22 @@ def test_a_block_named_twice_keeps_its_last_writer(ferry: Any) -> None:
     assert blocks_of(ferry.here)[2] == [-1, -1, -1, -1, 202, -1]
 
 
+@pytest.mark.parametrize("transport", ["cma", "socket"])
+def test_a_block_that_is_not_there_is_refused_also_where_another_overwrites_it(ferry: Any, transport: str) -> None:
+    for listed in (([9, 1], [4, 4]), ([1, 1], [9, 9])):
+        for call in (
+            lambda listed=listed: ferry.link.pull("kv", into=ferry.mine, blocks=listed, transport=transport),
+            lambda listed=listed: ferry.link.prepare_pull("kv", into=ferry.mine, blocks=listed, transport=transport),
+            lambda listed=listed: ferry.link.push(ferry.mine, to="kv", blocks=listed, transport=transport),
+        ):
+            with pytest.raises(kvferry.InvalidArgument, match="block 9 of") as caught:
+                call()
+            assert not caught.value.bytes_touched
+    with pytest.raises(kvferry.InvalidArgument, match="block 9 of"):
+        ferry.d.copy(ferry.mine, ferry.d.register("more", empty()), blocks=([9, 1], [4, 4]))
+    assert blocks_of(ferry.here)[0] == [-1] * 6
+
+
 def test_layers_are_pairs_of_tensors(ferry: Any) -> None:
     ferry.link.pull("kv", into=ferry.mine, blocks={0: 0}, layers=range(1, 2), timeout_ms=2000)
     assert [row[0] for row in blocks_of(ferry.here)] == [-1, -1, 200, 300]
@@ -624,6 +640,72 @@ def test_unlinking_is_seen_on_both_sides_and_closing_again_is_fine(ferry: Any) -
     assert not caught.value.bytes_touched
     with ferry.d.link(ferry.p.address) as again:
         again.pull("kv", into=ferry.mine, timeout_ms=2000)
+
+
+def test_unlinking_ends_beside_threads_that_go_on(ferry: Any) -> None:
+    """What has begun is waited for, what begins meanwhile is refused: on the side that unlinks, and on the other."""
+    (back,) = ferry.p.links
+    moved = [0] * 6
+    ended: list[Any] = [None] * 6
+    spare = [ferry.d.register(f"spare {number}", empty()) for number in range(3)]
+    theirs = [ferry.p.register(f"theirs {number}", empty()) for number in range(3)]
+
+    def go_on(number: int) -> None:
+        link, into, far = (ferry.link, spare, "kv") if number < 3 else (back, theirs, "mine")
+        mine = into[number % 3]
+        by = "socket" if number % 3 else None
+        while ended[number] is None or link.alive:
+            try:
+                if number % 3 == 2:
+                    link.push(mine, to="theirs 0" if number < 3 else "spare 0", timeout_ms=20_000, transport=by)
+                else:
+                    link.pull(far, into=mine, timeout_ms=20_000, transport=by)
+                moved[number] += 1
+            except kvferry.KvferryError as error:
+                ended[number] = error
+
+    threads = [threading.Thread(target=go_on, args=(number,)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    until = time.monotonic() + 20
+    while min(moved) < 3 and time.monotonic() < until:
+        time.sleep(0.005)
+    ferry.link.unlink(timeout_ms=20_000)
+    for thread in threads:
+        thread.join(20)
+    assert not any(thread.is_alive() for thread in threads)
+    assert min(moved) >= 3
+    assert {type(error) for error in ended} <= {kvferry.NotLinked, kvferry.PeerLost}, ended
+    with ferry.d.link(ferry.p.address) as again:
+        again.pull("kv", into=ferry.mine, timeout_ms=2000)
+
+
+def test_an_unlink_that_was_too_late_leaves_the_link_as_it_was(ferry: Any) -> None:
+    with ferry.link.push_layers(ferry.mine, to="kv", timeout_ms=5000) as layers:
+        refused: list[Any] = []
+
+        def pull_until_refused() -> None:
+            until = time.monotonic() + 20
+            while not refused and time.monotonic() < until:
+                try:
+                    ferry.link.pull("kv", into=ferry.mine, blocks={0: 0}, timeout_ms=2000)
+                except kvferry.NotLinked as error:
+                    refused.append(error)
+
+        thread = threading.Thread(target=pull_until_refused)
+        thread.start()
+        until = time.monotonic() + 20
+        while not refused and time.monotonic() < until:  # a push whose layers are not ready yet is in flight
+            with pytest.raises(kvferry.DeadlineExceeded, match="in flight"):
+                ferry.link.unlink(timeout_ms=100)
+        thread.join(20)
+        assert "is being unlinked" in str(refused[0])
+        assert not refused[0].bytes_touched
+        assert ferry.link.alive
+        ferry.link.pull("kv", into=ferry.mine, blocks={0: 0}, timeout_ms=2000)
+        for layer in range(2):
+            layers.layer_ready(layer)
+    ferry.link.unlink()
 
 
 def test_what_ended_with_its_node_may_be_closed_afterwards(ferry: Any) -> None:

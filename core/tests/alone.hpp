@@ -65,9 +65,10 @@ class Scripted : public Operation {
   void end(Outcome outcome = {}, std::uint64_t bytes = 0) { finish(std::move(outcome), bytes, Transport::local); }
   Lane* lane() { return lane_.get(); }
   std::atomic<int> steps{0}, ends{0}, drivers{0};
-  std::atomic<bool> flag{false};
+  std::atomic<bool> flag{false}, of_another{false};
 
  protected:
+  bool part_of_another() const noexcept override { return of_another; }
   Need step() override {
     CHECK(++drivers == 1);
     struct Leave {

@@ -96,6 +96,8 @@ static void blocks_are_checked_on_both_sides() {
   CHECK_FAILS(Kind::invalid_argument, "source block 10 of cache 3", make_plan(a, b, *blocks({9, 10}, {0, 1}), -1, true));
   CHECK_FAILS(Kind::invalid_argument, "destination block 8 of cache 4 'kv' does not exist: it has 8 blocks",
               make_plan(a, b, *blocks({0}, {8}), -1, true));
+  CHECK_FAILS(Kind::invalid_argument, "source block 10 of cache 3", make_plan(a, b, *blocks({10, 9}, {5, 5}), -1, true));  // overwritten
+  CHECK(same(make_plan(a, b, *blocks({8, 9}, {5, 5}), -1, true).runs, {{90, 50, 10}}));
   CHECK_FAILS(Kind::invalid_argument, "layout rows",
               make_plan(cache(3, Layout::rows, 10, 10), b, *blocks({0}, {0}), -1, true));
   const Plan none = make_plan(a, b, *blocks({}, {}), -1, true);

@@ -203,6 +203,7 @@ static void a_segment_that_is_gone_is_let_go() {
   alone.link->peer.page = std::make_unique<PeerPage>(guards.page_descriptor(), guards.page().nonce);
   auto source = std::make_shared<Source>();
   source->guards = {guards.open()};
+  source->geometry.tensors = {{4096, 2, 0}, {4096, 1, 0}};
   source->segments = {alone.link->segment(2), alone.link->segment(1)};
   alone.link->keep(by_id(1), source);
   alone.link->forget_segment(1);
@@ -214,7 +215,21 @@ static void a_segment_that_is_gone_is_let_go() {
   CHECK(eventually([&] { return gone.expired(); }) && !stays.expired());
   alone.link->add_segment(1, duplicate(owner.descriptor()));
   CHECK(!alone.link->segment(1));
+  // A pull that began before all that may come to keep its resolution now: not what lies in a segment that is gone.
+  const auto late = [&](const std::shared_ptr<PeerSegment>& segment, std::uint32_t id) {
+    auto made = std::make_shared<Source>();
+    made->guards = {guards.open()};
+    made->geometry.tensors = {{4096, id, 0}};
+    made->segments = {segment};
+    return made;
+  };
+  alone.link->keep(by_id(2), late(std::make_shared<PeerSegment>(duplicate(owner.descriptor())), 1));
+  alone.link->keep(by_id(3), late(alone.link->segment(2), 2));
+  CHECK(!alone.link->kept(by_id(2)) && alone.link->kept(by_id(3)));
+  auto of_the_other = late(alone.link->segment(2), 2);
   alone.link->take_down({Kind::peer_lost, "gone", false, true});
+  alone.link->keep(by_id(4), of_the_other);
+  of_the_other.reset();
   CHECK(eventually([&] { return stays.expired(); }));  // whoever keeps the link does not keep its peer's memory
 }
 
@@ -257,6 +272,36 @@ static void transports_are_given_up_one_by_one() {
   CHECK(link->transports(any_transport) == by_socket && link->transports(by_map) == 0);
 }
 
+// While somebody waits for the operations of a link to end none begins, but for parts of those that have. Then all is as before.
+static void a_link_that_is_being_unlinked_takes_no_operations() {
+  Alone alone;
+  const auto at_once = [](Scripted& self) { return self.end(), Need::done; };
+  const auto running = script(alone, [](Scripted& self) { return self.flag ? (self.end(), Need::done) : Need::nothing_yet; });
+  running->start();
+  {
+    const Link::Parting first(*alone.link);
+    std::optional<Link::Parting> second(std::in_place, *alone.link);
+    CHECK(alone.link->alive() && !Link::Brief(*alone.link));
+    second.reset();
+    CHECK(!Link::Brief(*alone.link));
+    CHECK_FAILS(Kind::not_linked, "this link is being unlinked", script(alone, at_once)->run_here());
+    CHECK_FAILS(Kind::not_linked, "this link is being unlinked", script(alone, at_once)->start());
+    CHECK_FAILS(Kind::not_linked, "this link is being unlinked", script(alone, at_once)->start_here());
+    const auto part = script(alone, at_once);
+    part->of_another = true;
+    CHECK(part->run_here().outcome.ok() && alone.link->operations() == 1);
+    CHECK(!alone.link->wait_until_quiet(Deadline::after_ms(5)));
+  }
+  CHECK(Link::Brief(*alone.link) && script(alone, at_once)->run_here().outcome.ok());
+  const Link::Parting parting(*alone.link);
+  running->flag = true;
+  running->schedule();
+  CHECK(alone.link->wait_until_quiet(Deadline::after_ms(5000)) && running->result().outcome.ok());
+  alone.link->take_down({Kind::peer_lost, "gone", false, true});
+  CHECK(!alone.link->alive());
+  CHECK_FAILS(Kind::peer_lost, "gone", script(alone, at_once)->run_here());
+}
+
 int main() {
   each_use_has_its_lanes();
   lanes_for_calls_are_opened_when_they_are_needed();
@@ -270,5 +315,6 @@ int main() {
   a_segment_that_is_gone_is_let_go();
   a_kept_resolution_goes_with_its_guard_or_epoch();
   transports_are_given_up_one_by_one();
+  a_link_that_is_being_unlinked_takes_no_operations();
   return TEST_RESULT();
 }

@@ -29,6 +29,7 @@ static void of_two_writers_of_a_block_the_last_one_stays() {
   CHECK(moves->duplicates && moves->units == 3);
   CHECK((moves->source == std::vector<UnitRun>{{1, 1}, {3, 1}, {8, 1}}));
   CHECK((moves->destination == std::vector<UnitRun>{{6, 1}, {9, 1}, {5, 1}}));
+  CHECK((moves->overwritten == std::vector<UnitRun>{{0, 1}, {2, 1}}) && blocks({0, 1}, {5, 6})->overwritten.empty());
 }
 
 static void in_given_order_every_pair_stays_and_no_run_reads_what_it_wrote() {
@@ -37,7 +38,7 @@ static void in_given_order_every_pair_stays_and_no_run_reads_what_it_wrote() {
   const auto far = blocks({0, 1, 2, 3, 4}, {2, 3, 4, 5, 6}, true);
   CHECK((far->source == std::vector<UnitRun>{{0, 2}, {2, 2}, {4, 1}}));
   const auto twice = blocks({0, 1}, {5, 5}, true);
-  CHECK(twice->duplicates && twice->units == 2);
+  CHECK(twice->duplicates && twice->units == 2 && twice->overwritten.empty());
   CHECK(blocks({3, 4}, {3, 4}, true)->source.size() == 1);
 }
 

@@ -1,8 +1,10 @@
 // What is asked of many threads at once, and what ends while others use it: a success always has the right bytes, and
 // nothing is written after an end.
+#include <algorithm>
 #include <cstring>
 #include <random>
 #include <thread>
+#include <utility>
 
 #include "nodes.hpp"
 
@@ -159,6 +161,90 @@ static void a_pull_through_a_closing_window_gets_its_bytes_or_an_error() {
   }
 }
 
+// The same of pulls that go at once, from blocks whose owner fills them with something else when it has closed the window, or has
+// unregistered the cache.
+static void small_pulls_at_once_get_what_stood_or_an_error() {
+  for (const unsigned transports : {by_map, by_cma}) {
+    for (const bool whole_cache : {false, true}) {
+      Pair pair;
+      pair.make_pools();
+      auto& registry = pair.there->registry();
+      std::mutex mutex;
+      Target target = by_id(77);  // none yet
+      std::uint64_t tag = 0;
+      std::atomic<bool> stop{false};
+      Contest contest;
+      std::vector<std::thread> pullers;
+      for (const bool prepared : {false, true}) {
+        pullers.emplace_back([&, prepared] {
+          Owned into(pair.here->registry(), {"", 2, 6, 4096});
+          while (!stop) {
+            Target now;
+            std::uint64_t expected;
+            {
+              const std::lock_guard lock(mutex);
+              now = target;
+              expected = tag;
+            }
+            const auto moves = blocks({1, 2, 3, 4}, {4, 3, 2, 1});
+            const auto deadline = Deadline::after_ms(20'000);
+            const auto kind = kind_of([&] {
+              const auto again = prepared ? pair.here->prepare(pair.link, now, into.id(), moves, deadline, transports) : nullptr;
+              for (int i = 0; i < 20; ++i) {
+                if (!again) pair.here->pull_now(pair.link, now, into.id(), moves, deadline, transports);
+                else if (const auto result = again->run_here(deadline); !result.outcome.ok()) throw Error(result.outcome);
+                ++contest.good;
+                for (std::size_t unit = 1; unit < 5; ++unit) CHECK(holds(*into.cache, 1, unit, expected, 1, 5 - unit));
+              }
+            });
+            if (kind == Kind::ok) continue;
+            ++contest.gone;
+            CHECK(kind == Kind::not_found);
+          }
+        });
+      }
+      std::mt19937 random(9);
+      const auto wait = [&] { std::this_thread::sleep_for(std::chrono::microseconds(contest.hold_us(random(), 500))); };
+      const auto publish = [&](Target now, std::uint64_t its_tag) {
+        const std::lock_guard lock(mutex);
+        target = std::move(now), tag = its_tag;
+      };
+      // Of memory of its owner's that is unregistered and filled anew, or a part of a cache that stays.
+      Owned memory(registry, raced("", 2, 6, 4096));
+      const auto pool = allocated(registry, {"pool", 2, 6, 4096});
+      const Cache& source = transports == by_map ? *pool : *memory.cache;
+      for (std::uint64_t round = 0; contest.undecided(); ++round) {
+        const auto its_tag = 1 + round % 100;
+        if (whole_cache && transports == by_map) {
+          const auto cache = allocated(registry, {"", 2, 6, 4096});
+          fill(*cache, its_tag);
+          publish(by_id(cache->geometry.cache_id), its_tag);
+          wait();
+          CHECK(registry.deallocate(cache->geometry.cache_id));  // the next one may lie there
+        } else if (whole_cache) {
+          fill(source, its_tag);
+          auto geometry = source.geometry;
+          const auto cache = registry.add(std::move(geometry), host_kind, {});
+          publish(by_id(cache->geometry.cache_id), its_tag);
+          wait();
+          CHECK(registry.remove(cache->geometry.cache_id));
+        } else {
+          fill(source, its_tag);
+          const Numbers units{1, 2, 3, 4};
+          const auto window = registry.open_window(source.geometry.cache_id, units.data(), 4, Access::read, 10'000);
+          publish(by_window(window->name), its_tag);
+          wait();
+          CHECK(registry.close_window(window->name));
+        }
+      }
+      stop = true;
+      for (auto& thread : pullers) thread.join();
+      contest.check("small pulls at once");
+      CHECK(pair.here->statistics(*pair.link).map == "ok" && pair.here->statistics(*pair.link).cma == "ok");
+    }
+  }
+}
+
 // Once a window for writing is closed nothing is written through it, however far a push has got.
 static void a_push_through_a_closing_window_writes_nothing_after_it() {
   for (const unsigned transports : {by_map, by_cma, by_socket}) {
@@ -290,6 +376,79 @@ static void nothing_is_written_after_the_end() {
   }
 }
 
+// Threads of both sides go on all the time, and an unlink that waits for what has begun ends all the same. What it refuses
+// meanwhile has touched nothing; the other side hears of the end of the link.
+static void an_unlink_ends_under_steady_traffic() {
+  for (int round = 0; round < 4; ++round) {
+    Pair pair;
+    const Shape shape{"kv", 2, 8, 4096};
+    Owned ours(pair.here->registry(), shape), theirs(pair.there->registry(), shape);
+    fill(*ours.cache, 1), fill(*theirs.cache, 2);
+    std::atomic<int> moved[8] = {};
+    std::vector<std::thread> threads;
+    for (int number = 0; number < 8; ++number) {
+      threads.emplace_back([&, number] {
+        const bool on_this_side = number < 4;
+        Node &mine = on_this_side ? *pair.here : *pair.there, &other = on_this_side ? *pair.there : *pair.here;
+        const auto& link = on_this_side ? pair.link : pair.back;
+        const auto far = on_this_side ? theirs.id() : ours.id(), mine_id = on_this_side ? ours.id() : theirs.id();
+        const std::uint64_t their_tag = on_this_side ? 2 : 1, my_tag = 3 - their_tag;
+        Owned into(mine.registry(), {"", 2, 8, 4096}), remote(other.registry(), {"", 2, 8, 4096});
+        std::shared_ptr<PreparedPull> prepared;
+        std::shared_ptr<LayerPush> layers;
+        while (link->alive()) {
+          const auto deadline = Deadline::after_ms(20'000);
+          Outcome outcome;
+          try {
+            switch (number % 4) {
+              case 0: mine.pull_now(link, by_id(far), into.id(), blocks({1}, {2}), deadline, any_transport); break;
+              case 1: {  // the next one begins before the last one ends: there is no moment without one
+                const auto last = std::exchange(layers, nullptr);
+                try {
+                  auto next = mine.push_layers(link, mine_id, by_id(remote.id()), blocks({1}, {2}), {0}, {0}, 2, 20'000, by_socket);
+                  next->start();
+                  layers = std::move(next);
+                } catch (const Error& error) {
+                  outcome = error.outcome();
+                }
+                if (!last) break;
+                last->layer_ready(0);
+                CHECK(last->wait(Deadline::after_ms(30'000)));
+                if (outcome.ok()) outcome = last->result().outcome;
+                break;
+              }
+              case 2:
+                outcome = pushed(mine, link, on_this_side ? *ours.cache : *theirs.cache, by_id(remote.id()), blocks({1}, {2}), by_socket, 20'000).outcome;
+                break;
+              default:
+                if (!prepared) prepared = mine.prepare(link, by_id(far), into.id(), blocks({1}, {2}), deadline, any_transport);
+                outcome = prepared->run_here(deadline).outcome;
+            }
+          } catch (const Error& error) {
+            outcome = error.outcome();
+          }
+          if (outcome.ok()) {
+            CHECK(number % 4 == 1 ? moved[number] < 1 || holds(*remote.cache, 1, 2, my_tag, 1, 1) : number % 4 == 2 ? holds(*remote.cache, 1, 2, my_tag, 1, 1) : holds(*into.cache, 1, 2, their_tag, 1, 1));
+            ++moved[number];
+          } else if (outcome.kind != Kind::not_linked && outcome.kind != Kind::peer_lost) {
+            CHECK_ENDS(Kind::not_linked, "", Result{outcome});
+          }
+        }
+      });
+    }
+    CHECK(eventually([&] { return std::all_of(moved, moved + 8, [](const auto& one) { return one > 3; }); }, 20'000));
+    CHECK(kind_of([&] {
+            if (round % 2 == 0)
+              pair.here->unlink(pair.link, Deadline::after_ms(20'000), false);
+            else
+              pair.there->unlink(pair.back, Deadline::after_ms(20'000), false);
+          }) == Kind::ok);
+    CHECK(eventually([&] { return !pair.link->alive() && !pair.back->alive(); }));
+    for (auto& thread : threads) thread.join();
+    CHECK(pair.link->operations() == 0 && pair.back->operations() == 0);
+  }
+}
+
 // Links go down and come up again, and nodes are closed, while threads move bytes over them.
 static void links_go_down_while_threads_move() {
   for (const bool asynchronous : {false, true}) {
@@ -364,8 +523,10 @@ int main() {
   many_threads_move_at_once();
   a_pull_through_a_closing_window_gets_its_bytes_or_an_error();
   a_push_through_a_closing_window_writes_nothing_after_it();
+  small_pulls_at_once_get_what_stood_or_an_error();
   unregistering_races_with_pulls();
   nothing_is_written_after_the_end();
+  an_unlink_ends_under_steady_traffic();
   links_go_down_while_threads_move();
   return TEST_RESULT();
 }

@@ -133,11 +133,16 @@ static void what_is_wrong_is_said_before_the_first_byte() {
     CHECK_ENDS(Kind::not_found, "window", ends(by_window("nobody's window!"), *into.cache, blocks({0}, {0})));
     CHECK_ENDS(Kind::invalid_argument, "block 8", ends(by_name("kv"), *into.cache, blocks({8}, {0})));
     CHECK_ENDS(Kind::invalid_argument, "block 8", ends(by_name("kv"), *into.cache, blocks({0}, {8})));
+    CHECK_ENDS(Kind::invalid_argument, "source block 9 of cache 1", ends(by_name("kv"), *into.cache, blocks({9, 1}, {5, 5})));  // overwritten
     CHECK_ENDS(Kind::invalid_argument, "2048", ends(by_name("kv"), *narrow.cache, blocks({0}, {0})));
     CHECK_ENDS(Kind::invalid_argument, "layout", ends(by_name("kv"), *into.cache, row(0, 0)));
     CHECK_ENDS(Kind::invalid_argument, "tensor", ends(by_name("kv"), *into.cache, whole({1, 2}, {0, 2})));
     CHECK(holds_all(*into.cache, 1));
-    CHECK(pulled(*pair.here, pair.link, by_name("kv"), *into.cache, blocks({1}, {1}), transports).outcome.ok());
+    const Numbers units{1, 2};
+    const auto window = pair.there->registry().open_window(source.id(), units.data(), 2, Access::read, 10'000);
+    CHECK_ENDS(Kind::not_found, "block 3 of cache 1 'kv' is not in the window", ends(by_window(window->name), *into.cache, blocks({3, 1}, {5, 5})));
+    CHECK(pulled(*pair.here, pair.link, by_name("kv"), *into.cache, blocks({7, 1}, {1, 1}), transports).outcome.ok());
+    CHECK(pulled(*pair.here, pair.link, by_window(window->name), *into.cache, blocks({2, 1}, {1, 1}), transports).outcome.ok());
     fill(*into.cache, 1);
   }
   CHECK_FAILS(Kind::not_found, "no cache 99", pair.here->pull(pair.link, by_name("kv"), 99, whole(), Deadline::after_ms(10), any_transport));
@@ -283,11 +288,22 @@ static void a_prepared_pull_follows_its_target() {
     const auto by_its_id = by_id(first->geometry.cache_id);
     const auto named = pair.here->prepare(pair.link, by_name("kv"), into.id(), blocks({1}, {2}), Deadline::after_ms(1000), transports);
     const auto numbered = pair.here->prepare(pair.link, by_its_id, into.id(), blocks({1}, {2}), Deadline::after_ms(1000), transports);
-    const auto run = [](PreparedPull& prepared) { return prepared.operation(Deadline::after_ms(1000))->run_here(); };
+    const auto run = [](PreparedPull& prepared) { return prepared.run_here(Deadline::after_ms(1000)); };
+    const auto expected = transports == by_map ? Transport::map : transports == by_cma ? Transport::cma : Transport::socket;
     for (int i = 0; i < 20; ++i) {
-      CHECK(run(*named).outcome.ok() && holds(*into.cache, 1, 2, 3, 1, 1));
+      fill(*into.cache, 9);
+      const auto pulls = pair.link->pulls.load(), bytes = pair.link->bytes_pulled.load();
+      const auto result = run(*named);
+      CHECK(result.outcome.ok() && holds(*into.cache, 1, 2, 3, 1, 1) && holds(*into.cache, 1, 3, 9, 1, 3));
+      CHECK(result.bytes == 2 * 4096 && result.nanoseconds > 0 && result.transport == expected);
+      CHECK(pair.link->pulls.load() == pulls + 1 && pair.link->bytes_pulled.load() == bytes + 2 * 4096 && pair.link->operations() == 0);
       CHECK(run(*numbered).outcome.ok());
     }
+    bool touched = false;
+    CHECK(numbered->run_at_once(Deadline::after_ms(1000), touched).has_value() == (transports != by_socket) && touched == (transports != by_socket));
+    touched = false;
+    CHECK(!numbered->run_at_once(Deadline::after_ms(0), touched) && !touched);
+    CHECK_ENDS(Kind::deadline, "time was up", numbered->run_here(Deadline::after_ms(0)));
     const auto late = numbered->operation(Deadline::after_ms(1000));  // made before the end, run after it
     CHECK(registry.deallocate(first->geometry.cache_id));
     CHECK_ENDS(Kind::not_found, "", late->run_here());
@@ -300,9 +316,24 @@ static void a_prepared_pull_follows_its_target() {
   }
   CHECK_FAILS(Kind::not_found, "", pair.here->prepare(pair.link, by_name("kv"), into.id(), whole(), Deadline::after_ms(1000), any_transport));
   const auto kept = allocated(registry, {"kv"});
-  const auto prepared = pair.here->prepare(pair.link, by_name("kv"), into.id(), whole(), Deadline::after_ms(1000), any_transport);
+  Owned another(pair.here->registry(), {"another"});
+  const auto prepared = pair.here->prepare(pair.link, by_name("kv"), into.id(), blocks({0}, {0}), Deadline::after_ms(1000), any_transport);
+  const auto of_all = pair.here->prepare(pair.link, by_name("kv"), into.id(), whole(), Deadline::after_ms(1000), any_transport);
+  const auto lasting = pair.here->prepare(pair.link, by_name("kv"), another.id(), blocks({0}, {0}), Deadline::after_ms(1000), any_transport);
   pair.here->registry().remove(into.id());
-  CHECK_ENDS(Kind::not_found, "unregistered", prepared->operation(Deadline::after_ms(1000))->run_here());
+  for (auto* const one : {prepared.get(), of_all.get()}) {
+    const auto result = one->run_here(Deadline::after_ms(1000));
+    CHECK_ENDS(Kind::not_found, "unregistered", result);
+    CHECK(!result.outcome.touched);
+  }
+  // A transport that was given up in the meantime is another one's turn.
+  CHECK_BY(map, lasting->run_here(Deadline::after_ms(1000)));
+  pair.link->give_up_map("no more");
+  CHECK_BY(cma, lasting->run_here(Deadline::after_ms(1000)));
+  pair.link->give_up_cma("no more");
+  CHECK_BY(socket, lasting->run_here(Deadline::after_ms(1000)));
+  pair.here->unlink(pair.link, Deadline::after_ms(1000), false);
+  CHECK_FAILS(Kind::not_linked, "unlinked", lasting->run_here(Deadline::after_ms(1000)));
 }
 
 static void a_small_pull_goes_at_once_and_says_the_same_when_it_cannot() {
@@ -340,6 +371,36 @@ static void a_small_pull_goes_at_once_and_says_the_same_when_it_cannot() {
   Owned again(pair.here->registry(), {"again"});
   pair.here->unlink(pair.link, Deadline::after_ms(1000), false);
   CHECK_FAILS(Kind::not_linked, "", pair.here->pull_now(pair.link, by_id(source->geometry.cache_id), again.id(), blocks({1}, {2}), Deadline::after_ms(1000), any_transport));
+}
+
+// Just as much as may go at once, by bytes and by spans, and a little more: nothing of that is seen from outside.
+static void pulls_about_the_size_that_goes_at_once_are_whole() {
+  Pair pair;
+  pair.make_pools();
+  Owned into(pair.here->registry(), {"into", 1, 160, 1024}), memory(pair.there->registry(), {"memory", 1, 160, 1024});
+  const auto pool = allocated(pair.there->registry(), {"pool", 1, 160, 1024});
+  for (const Cache* const source : {static_cast<const Cache*>(memory.cache.get()), static_cast<const Cache*>(pool.get())}) {
+    fill(*source, 3);
+    for (const std::int64_t count : {63, 64, 65}) {
+      for (const std::int64_t step : {1, 2}) {  // one span, or one for each block
+        Numbers from, to;
+        for (std::int64_t i = 0; i < count; ++i) from.push_back(i * step), to.push_back(159 - i);
+        if (step == 1) to = from;
+        for (const bool prepared : {false, true}) {
+          fill(*into.cache, 9);
+          const auto target = by_id(source->geometry.cache_id);
+          const auto deadline = Deadline::after_ms(5000);
+          if (prepared)
+            CHECK(pair.here->prepare(pair.link, target, into.id(), blocks(from, to), deadline, any_transport)->run_here(deadline).outcome.ok());
+          else
+            pair.here->pull_now(pair.link, target, into.id(), blocks(from, to), deadline, any_transport);
+          for (std::size_t i = 0; i < from.size(); ++i)
+            CHECK(holds(*into.cache, 0, static_cast<std::size_t>(to[i]), 3, 0, static_cast<std::size_t>(from[i])));
+          CHECK(holds(*into.cache, 0, 80, 9, 0, 80));
+        }
+      }
+    }
+  }
 }
 
 // Threads go on with small pulls while their link goes down and their caches end: no byte is written after that.
@@ -436,6 +497,7 @@ int main() {
   of_many_pulls_of_one_key_one_succeeds();
   a_prepared_pull_follows_its_target();
   a_small_pull_goes_at_once_and_says_the_same_when_it_cannot();
+  pulls_about_the_size_that_goes_at_once_are_whole();
   small_pulls_end_with_their_link_and_their_cache();
   memory_of_another_kind_goes_through_its_copier();
   segments_that_come_and_go_cost_no_transport();

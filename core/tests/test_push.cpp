@@ -2,7 +2,7 @@
 #include <random>
 #include <thread>
 
-#include "nodes.hpp"
+#include "alone.hpp"
 
 using namespace kvferry;
 using namespace kvferry::testing;
@@ -77,6 +77,56 @@ static void every_form_arrives() {
 }
 
 // Addresses are names: each is looked up, and not one byte beyond what was found is written.
+static void a_block_that_is_not_there_is_refused_also_where_another_overwrites_it() {
+  Pair pair;
+  Owned from(pair.here->registry(), {"from"}), to(pair.there->registry(), {"to"});
+  fill(*to.cache, 1);
+  for (const unsigned transports : {by_cma, by_socket}) {
+    const auto ends = [&](std::shared_ptr<const Moves> moves) {
+      const auto result = pushed(*pair.here, pair.link, *from.cache, by_name("to"), std::move(moves), transports);
+      CHECK(!result.outcome.touched && result.outcome.settled);
+      return result;
+    };
+    CHECK_ENDS(Kind::invalid_argument, "source block 9 of cache 1 'from'", ends(blocks({9, 1}, {5, 5})));
+    CHECK_ENDS(Kind::invalid_argument, "block 9", ends(blocks({1, 1}, {9, 9})));
+    const auto layers = pair.here->push_layers(pair.link, from.id(), by_name("to"), blocks({9, 1}, {5, 5}), {0}, {0}, 2, 5000, transports);
+    layers->start();
+    layers->layer_ready(0);
+    CHECK(layers->wait(Deadline::after_ms(5000)));
+    CHECK_ENDS(Kind::invalid_argument, "source block 9 of cache 1 'from'", layers->result());
+  }
+  CHECK(holds_all(*to.cache, 1));
+}
+
+// The receiver unlinks right after its answer, and the end of the link is seen first. An answer that has come counts.
+static void an_answer_counts_that_came_before_the_end_of_the_link() {
+  for (const bool answered : {true, false}) {
+    Alone alone;
+    Owned from(alone.engine.registry, {"from"});
+    PushAsk ask;
+    ask.source = from.cache;
+    ask.target = by_id(1);
+    ask.moves = blocks({0}, {0});
+    const auto push = std::make_shared<Push>(alone.engine, alone.link, Deadline::after_ms(20'000), std::move(ask));
+    std::atomic<bool> asleep{false}, go_on{false};
+    alone.engine.reactor.post([&] { asleep = true; while (!go_on) sleep_ms(1); });  // the answer is not looked for
+    CHECK(eventually([&] { return asleep.load(); }));
+    push->start_here();
+    const auto frame = ended_frame(push->number(), {}, 4096, Transport::socket);
+    if (answered) CHECK(send_some(alone.far_ends.back().get(), frame) == static_cast<long>(frame.size()));
+    alone.link->take_down({Kind::not_linked, "the peer has unlinked", false, true});
+    CHECK(push->wait(Deadline::after_ms(5000)));
+    go_on = true;
+    if (answered) {
+      CHECK_BY(socket, push->result());
+      CHECK(push->result().bytes == 4096);
+    } else {
+      CHECK_ENDS(Kind::not_linked, "the peer has unlinked", push->result());
+      CHECK(!push->result().outcome.settled);
+    }
+  }
+}
+
 static void addresses_are_looked_up() {
   Pair pair;
   Owned to(pair.there->registry(), {"to", 2, 8, 4096}), from(pair.here->registry(), {"from", 2, 8, 4096});
@@ -94,7 +144,7 @@ static void addresses_are_looked_up() {
     CHECK(holds(*to.cache, 1, 3, 3, 0, 5) && holds(*to.cache, 0, 1, 3, 1, 6) && holds(*to.cache, 0, 0, 1, 0, 0));
     CHECK(push(*from.cache, {at(0, 7), at(1, 7)}, row(4, 0)).outcome.ok() && holds(*to.cache, 1, 7, 3, 1, 4));
     fill(*to.cache, 1);
-    for (const auto& outside : {std::vector{at(0, 1), at(1, 0)}, {at(0, 0) - 8, at(1, 0)}, {std::uint64_t{4096}, at(1, 0)}, {at(0, 0), at(0, 7) + 4096}}) {
+    for (const auto& outside : {std::vector{at(0, 1), at(1, 0)}, {at(0, 0) - 8, at(1, 0)}, {std::uint64_t{4096}, at(1, 0)}, {at(0, 0), at(0, 7) + 8}}) {
       const auto refused = push(*from.cache, outside, whole());
       CHECK_ENDS(Kind::invalid_argument, "address number", refused);
       CHECK(!refused.outcome.touched);
@@ -277,6 +327,8 @@ static void a_push_may_outlive_its_node() {
 int main() {
   a_push_is_the_first_thing_on_a_link();
   every_form_arrives();
+  a_block_that_is_not_there_is_refused_also_where_another_overwrites_it();
+  an_answer_counts_that_came_before_the_end_of_the_link();
   addresses_are_looked_up();
   a_short_list_writes_no_further_than_what_was_looked_up();
   a_push_to_itself();
