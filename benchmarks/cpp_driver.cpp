@@ -1,11 +1,12 @@
-// One side of the benchmark of the C++ API (cpp.py drives it, line by line): an owner of caches, or a puller that times calls.
+// One side of the benchmark of the C++ API (cpp.py drives it, line by line): an owner of caches, or a puller that times calls, of the
+// API and of the core below it (whose library is linked in).
 //
 //   cpp_driver owner PORT            answers "PID ADDRESS…" of its caches, and stays until its input ends
 //   cpp_driver puller PORT TRANSPORTS PID ADDRESS…
 //
 // Caches, alike on both sides: 1 and 2 of 4 KiB blocks, 3 and 4 of one row. Those of odd ids are registered, the others
-// allocated. The puller's lines: "raw CALLS" and "pull CACHE CALLS" give the p50 and p99 of one block, in ns; "bulk CACHE" and
-// "rawbulk" the ns of a whole row. Before each, the destination is overwritten; after it, all of it is compared.
+// allocated. The puller's lines: "raw CALLS", "prepared CACHE CALLS" (the core's prepared pulls) and "pull CACHE CALLS" (the API)
+// give the p50 and p99 of one block, in ns; "bulk CACHE" and "rawbulk" the ns of a whole row. Before each, the destination is overwritten; after it, all of it is compared.
 #include <sys/mman.h>
 #include <sys/uio.h>
 #include <time.h>
@@ -17,11 +18,13 @@
 #include <cstring>
 #include <iostream>
 #include <map>
+#include <memory>
 #include <sstream>
 #include <string>
 #include <vector>
 
 #include "llm_datadist/llm_datadist.h"
+#include "node.hpp"
 
 using namespace llm_datadist;
 
@@ -29,7 +32,8 @@ namespace {
 
 constexpr std::size_t kBlock = 4096, kSmall = std::size_t{64} << 20, kBig = std::size_t{256} << 20;
 constexpr int kTurns = 64;  // different blocks, one after the other
-constexpr uint64_t kOwner = 1, kPuller = 2;
+constexpr uint64_t kOwner = 1, kPuller = 2, kCore = 3;
+constexpr int64_t kTimeoutMs = 20000;
 
 int64_t Now() {
   timespec t;
@@ -160,6 +164,45 @@ void Read(pid_t pid, void *to, uint64_t from, std::size_t bytes) {
   }
 }
 
+// The core alone, beside the API in one process, over the same memory: one prepared pull for each turn.
+class Core {
+ public:
+  Core(uint16_t port, const uint64_t *memory) : node_(Options()) {
+    kvferry::Geometry geometry;
+    geometry.unit_bytes = geometry.stride_bytes = kBlock;
+    geometry.count = kSmall / kBlock;
+    geometry.tensors = {{reinterpret_cast<uint64_t>(memory), 0, 0}};
+    into_ = node_.registry().add(geometry, kvferry::host_kind, {})->geometry.cache_id;
+    link_ = node_.connect("127.0.0.1", port, kvferry::Deadline::after_ms(kTimeoutMs));
+  }
+  void Prepare(uint64_t cache) {
+    prepared_.clear();
+    kvferry::Target target;
+    target.id = cache;
+    for (int turn = 0; turn < kTurns; ++turn) {
+      const auto from = static_cast<int64_t>(Source(turn)), to = static_cast<int64_t>(Destination(turn));
+      prepared_.push_back(node_.prepare(link_, target, into_, kvferry::Moves::make_blocks(&from, 1, &to, 1, {}, {}), kvferry::Deadline::after_ms(kTimeoutMs), 7));
+    }
+  }
+  void Run(int turn) {
+    const auto result = prepared_[static_cast<std::size_t>(turn)]->run_here(kvferry::Deadline::after_ms(kTimeoutMs));
+    if (result.outcome.ok()) return;
+    std::fprintf(stderr, "a prepared pull: %s\n", result.outcome.sentence.c_str());
+    std::exit(1);
+  }
+
+ private:
+  static kvferry::NodeOptions Options() {
+    kvferry::NodeOptions options;
+    options.node_id = kCore;
+    return options;
+  }
+  kvferry::Node node_;
+  uint64_t into_ = 0;
+  std::shared_ptr<kvferry::Link> link_;
+  std::vector<std::shared_ptr<kvferry::PreparedPull>> prepared_;
+};
+
 int Pull(char **arguments) {
   auto options = Options();
   options["kvferry.transports"] = arguments[1];
@@ -176,6 +219,7 @@ int Pull(char **arguments) {
   owner.remote_ip_infos[0].port = static_cast<uint16_t>(std::atoi(arguments[0]));
   std::vector<Status> rets;
   Must(datadist.LinkLlmClusters({owner}, rets, 5000), "link");
+  Core core(owner.remote_ip_infos[0].port, caches.registered_small);
   std::printf("ready\n");
   std::vector<uint64_t> from(1), to(1);
   for (std::string line; std::fflush(stdout), std::getline(std::cin, line);) {
@@ -187,6 +231,10 @@ int Pull(char **arguments) {
     if (verb == "raw") {
       words >> calls;
       Time(caches, 1, 1, calls, [&](int turn) { Read(pid, caches.At(1) + Destination(turn) * (kBlock / 8), theirs[1] + Source(turn) * kBlock, kBlock); });
+    } else if (verb == "prepared") {
+      words >> cache >> calls;
+      core.Prepare(static_cast<uint64_t>(cache));
+      Time(caches, 1, cache, calls, [&](int turn) { core.Run(turn); });
     } else if (verb == "pull") {
       words >> cache >> calls;
       const CacheIndex index{kOwner, cache};
