@@ -274,6 +274,47 @@ class Calls:
         return self.random.choice([1, 2, 3]), self.random.choice([None, "own", "taken"])
 
 
+def test_a_block_that_is_not_there_is_refused_also_where_another_overwrites_it(
+    start_here: Callable[..., Side],
+    start_there: Callable[..., Peer],
+    doors: Callable[..., Door],
+    transports: dict[str, Any],
+) -> None:
+    there = start_there(PEER, enable_remote_cache_accessible=True)
+    assert there.call("register", (ROWS, WORDS), blocks=True, model=1) == 1
+    side, door = start_here(1, enable_remote_cache_accessible=True, **transports), doors(2, **transports["ge_options"])
+    both = Python(side), Cpp(door)
+    array = np.zeros((TENSORS, ROWS, WORDS), np.float32)
+    for one in both:
+        assert one.link([(PEER, LOOPBACK, there.call("where"))], 5000)[0] == 0
+        assert one.register([ROWS, WORDS], [tensor.ctypes.data for tensor in array], True) == (0, 1)
+        for source, into in (
+            ([ROWS, 1], [5, 5]),
+            ([1, 1], [ROWS, ROWS]),
+            ([2**32 - 1, 1], [5, 5]),
+            ([2**64 - 1, 1], [5, 5]),
+        ):
+            assert one.pull_blocks((PEER, 1, 0), 1, source, into, None) == S.LLM_PARAM_INVALID
+            assert one.push_blocks((PEER, 1, 0), 1, source, into, None) == S.LLM_PARAM_INVALID
+        assert one.pull_blocks((PEER, 1, 0), 1, [2, 1], [5, 5], None) == 0
+
+
+def test_each_call_ends_its_own_kind_of_caches(start_here: Callable[..., Side], doors: Callable[..., Door]) -> None:
+    both = (
+        Python(start_here(1, enable_remote_cache_accessible=True, mem_pool_cfg=POOL)),
+        Cpp(doors(2, llm__MemPoolConfig=POOL)),
+    )
+    memory = [np.zeros((ROWS, WORDS), np.float32) for _ in range(TENSORS)]
+    for door in both:
+        assert door.register([ROWS, WORDS], [array.ctypes.data for array in memory], False) == (0, 1)
+        assert door.allocate([ROWS, WORDS], TENSORS) == (0, 2)
+        assert [door.unregister(2), door.deallocate(1)] == [0, 0]  # to either it is an id that nobody has
+        assert door.copy_cache(1, 2, 0, 1, 0, -1) == 0
+        assert [door.unregister(1), door.deallocate(2)] == [0, 0]
+        assert door.copy_cache(1, 1, 0, 1, 0, -1) == S.LLM_KV_CACHE_NOT_EXIST
+        assert door.copy_cache(2, 2, 0, 1, 0, -1) == S.LLM_KV_CACHE_NOT_EXIST
+
+
 @pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.deadline(120)
 def test_both_doors_answer_alike(

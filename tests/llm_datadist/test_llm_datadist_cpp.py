@@ -5,6 +5,8 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -288,6 +290,46 @@ def test_two_copies_of_the_core_in_one_process_leave_each_other_alone(
 # --- misuse
 
 
+def test_a_peer_that_dies_amid_pulls_ends_them_and_what_came_is_whole(
+    doors: Callable[..., Door], cpp_there: Callable[..., Peer]
+) -> None:
+    there, here = cpp_there(9), doors(2)
+    source = there.call("register", SHAPE)
+    there.call("fill", source)
+    assert here.link_to(9, there.call("where")) == OK
+    expected = there.call("tensors", source)
+    came, wrong, ends = [0] * 3, [], set()
+
+    def pull_on(number: int) -> None:
+        into = here.register(SHAPE)
+        while True:
+            if number == 0:
+                status = here.pull_cache((9, source, 3), into, 1)
+            else:
+                status = here.pull_blocks((9, source, 0), into, [3], [1])
+            if status != OK:
+                return ends.add(status)
+            came[number] += 1
+            for array, filled in zip(here.arrays[into], expected, strict=True):
+                if not (array[1] == filled[3]).all():
+                    wrong.append(number)
+                array[1] = 0
+
+    threads = [threading.Thread(target=pull_on, args=(number,)) for number in range(len(came))]
+    for thread in threads:
+        thread.start()
+    until = time.monotonic() + 20
+    while min(came) < 20 and time.monotonic() < until:
+        time.sleep(0.002)
+    there.kill()
+    for thread in threads:
+        thread.join(20)
+    assert not any(thread.is_alive() for thread in threads)
+    assert min(came) >= 20
+    assert not wrong
+    assert ends <= {int(LLMStatusCode.LLM_FAILED), int(LLMStatusCode.LLM_NOT_YET_LINK)}
+
+
 MISUSE = [
     "door.pull_cache((9, 1, 0), cache)",
     "door.pull_cache((9, 1, 0), 77)",
@@ -307,6 +349,7 @@ MISUSE = [
     "door.link((9, 'nowhere', 1))[0]",
     "door.link((9, '127.0.0.1', 1), timeout=0)[0]",
     "door.unlink((9, '127.0.0.1', 1), timeout=-1)[0]",
+    "door.copy_blocks(cache, cache, [1], [[2**64 - 1]])",
     "door.set_role(9)",
     "door.set_role(1, {'llm.ListenIpInfo': 'x\\ny'})",
     "closed.initialize({})",
@@ -334,3 +377,4 @@ def test_misuse_gives_a_status_and_one_line() -> None:
             line
         )
         assert int(status) != OK, call
+    assert "[0] is 18446744073709551615: blocks" in answer.stderr, answer.stderr  # as it was given

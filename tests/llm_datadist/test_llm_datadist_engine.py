@@ -3,11 +3,14 @@
 import gc
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
 import threading
+import traceback
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -227,6 +230,70 @@ def test_shutdown_handler_finalizes(here: Side) -> None:
     _shutdown_handler()
     _shutdown_handler()
     assert LLMDataDist.llm_engine_instance is None
+
+
+def in_a_fork(work: Callable[[], None]) -> None:
+    """Runs it in a forked child, which has to get to its end."""
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(20)
+            work()
+            code = 0
+        except BaseException:  # noqa: BLE001 - said here, for the parent's handlers are not the child's
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+    assert os.waitpid(pid, 0)[1] == 0
+
+
+def test_a_forked_child_has_an_instance_of_its_own(linked: tuple[Side, Peer]) -> None:
+    """As a worker process has that was forked from one that is linked already."""
+    here, there = linked
+    source, mine = there.call("register", SHAPE), here.register(SHAPE)
+    there.call("fill", source)
+    there_at, expected = there.call("where"), there.call("tensors", source)
+    here.pull_cache(("id", THERE, source, 1), mine)
+    parents, kept = here.datadist, here.manager
+
+    def work() -> None:
+        assert LLMDataDist.llm_engine_instance is None
+        with pytest.raises(RuntimeError, match="not initialized"):
+            here.unlink(THERE)
+        assert status_of(lambda: kept.unregister_cache(mine)) == LLMStatusCode.LLM_FAILED
+        assert status_of(lambda: kept.pull_cache(CacheKeyByIdAndIndex(THERE, source), here.caches[mine])) == INVALID
+        parents.finalize()
+        del here.options["llm.listenIpInfo"]  # the parent listens there
+        here.datadist = LLMDataDist(LLMRole.DECODER, 7)  # two that live and bear one id do not link to one peer
+        here.init_again()
+        assert here.link(THERE, there_at) == both(SUCCESS)
+        into = here.register(SHAPE)
+        assert into == 1
+        here.pull_cache(("id", THERE, source, 1), into)
+        assert all((array[0] == filled[1]).all() for array, filled in zip(here.tensors(into), expected, strict=True))
+        here.finalize()
+        parents.init(here.options)
+        parents.finalize()
+
+    in_a_fork(work)
+    here.pull_cache(("id", THERE, source, 2), mine)
+    assert (here.tensors(mine)[0][0] == expected[0][2]).all()
+    assert LLMDataDist.llm_engine_instance is parents
+
+
+def test_a_fork_beside_threads_that_hold_locks_leaves_its_child_free(here: Side) -> None:
+    """Whatever they are in the middle of, in the child nobody would end it."""
+
+    def work() -> None:
+        with pytest.raises(LLMException):
+            kept.pull_cache(CacheKeyByIdAndIndex(THERE, 1), here.caches[mine])
+        Side(3, listen=False).finalize()
+
+    kept, mine = here.manager, here.register(SHAPE)
+    with LLMDataDist._life, here.datadist._initialised()._lock, ThreadPoolExecutor(1) as thread:
+        thread.submit(in_a_fork, work).result()
 
 
 def test_a_process_may_end_without_finalize(start_there: Callable[..., Peer], here: Side) -> None:

@@ -69,6 +69,12 @@ void check_paired(std::size_t sources, std::size_t destinations) {
   if (sources != destinations) broken("src_blocks and dst_blocks must have the same length, but have ", sources, " and ", destinations);
 }
 
+void check_numbers(std::string_view name, const std::vector<std::uint64_t>& blocks) {
+  constexpr std::uint64_t most = std::numeric_limits<std::uint32_t>::max();
+  for (std::size_t i = 0; i < blocks.size(); ++i)
+    if (blocks[i] > most) broken(name, "[", i, "] is ", blocks[i], ": blocks are numbered from 0 to ", most);
+}
+
 std::optional<std::uint32_t> element_bits(std::int64_t data_type) {
   switch (data_type) {
     case 29: return 4;  // DT_INT4

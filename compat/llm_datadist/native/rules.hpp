@@ -208,6 +208,7 @@ void check_row(std::string_view name, std::uint64_t row, std::uint64_t count);
 void check_tensors_per_layer(std::uint32_t tensors_per_layer);
 void check_timeout(std::int64_t timeout_ms);
 void check_paired(std::size_t sources, std::size_t destinations);  // lists of blocks
+void check_numbers(std::string_view name, const std::vector<std::uint64_t>& blocks);  // none beyond what a number of blocks can be
 
 // The two ranges that a pull passes down; nothing given or an empty range: not given. A destination range may be left out if
 // the source fills all tensors; a source that is left out is all layers that the far cache has, which must then be as many.

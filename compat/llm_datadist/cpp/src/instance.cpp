@@ -54,7 +54,8 @@ kvferry::NodeOptions node_options(std::uint64_t cluster_id, const rules::EngineO
   return out;
 }
 
-const std::int64_t* numbers(const std::vector<std::uint64_t>& blocks) {  // beyond 2^63: negative, and refused as such
+const std::int64_t* numbers(std::string_view name, const std::vector<std::uint64_t>& blocks) {
+  rules::check_numbers(name, blocks);
   return reinterpret_cast<const std::int64_t*>(blocks.data());
 }
 
@@ -83,7 +84,7 @@ Ranges pushed(const KvCacheExtParam& layers, std::uint32_t num_tensors) {
 }
 
 std::shared_ptr<const kvferry::Moves> blocks_of(const std::vector<std::uint64_t>& from, const std::vector<std::uint64_t>& to, const Ranges& ranges) {
-  return kvferry::Moves::make_blocks(numbers(from), from.size(), numbers(to), to.size(), ranges.source, ranges.destination);
+  return kvferry::Moves::make_blocks(numbers("src_blocks", from), from.size(), numbers("dst_blocks", to), to.size(), ranges.source, ranges.destination);
 }
 
 // What `work` gives; what it throws, as an answer: for threads, where nobody else would catch it.
@@ -315,8 +316,10 @@ std::int64_t Instance::register_cache(const CacheDesc& desc, const std::vector<s
 
 void Instance::unregister_cache(std::int64_t cache_id) {
   if (cache_id <= 0) return;
-  node_.registry().remove(static_cast<std::uint64_t>(cache_id));
-  forget(cache_id);
+  const auto id = static_cast<std::uint64_t>(cache_id);
+  // One that was allocated is not known under the ids of what was registered, as one that was registered is not to deallocate().
+  if (const auto cache = node_.registry().find(id); cache && cache->allocated) return;
+  node_.registry().remove(id);
 }
 
 rules::Share* Instance::share_of(CachePlacement placement) {
@@ -459,7 +462,8 @@ void Instance::copy_blocks(std::int64_t source, std::int64_t into, const std::ve
   if (sources.empty()) return;
   const auto there = own(source), here = own(into);
   // Within one cache a later pair may read what an earlier one has written.
-  const auto moves = kvferry::Moves::make_blocks(numbers(sources), sources.size(), numbers(destinations), destinations.size(), {}, {}, source == into);
+  const auto moves = kvferry::Moves::make_blocks(numbers("src_blocks", sources), sources.size(), numbers("dst_blocks", destinations), destinations.size(), {}, {},
+                                                 source == into);
   node_.copy(there->geometry.cache_id, here->geometry.cache_id, *moves);
 }
 

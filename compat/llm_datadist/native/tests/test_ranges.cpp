@@ -99,6 +99,13 @@ static void sizes() {
   CHECK_FAILS(RuleError, "fills 4", (check_blocks_of_row(100, 30, 5), 0));
 }
 
+static void numbers_of_blocks_are_shown_as_they_were_given() {
+  check_numbers("src_blocks", {});
+  check_numbers("src_blocks", {0, 4294967295});
+  CHECK_FAILS(RuleError, "src_blocks[1] is 4294967296: blocks are numbered from 0 to 4294967295", check_numbers("src_blocks", {0, 4294967296}));
+  CHECK_FAILS(RuleError, "dst_blocks[0] is 18446744073709551615", check_numbers("dst_blocks", {UINT64_MAX}));
+}
+
 int main() {
   layers_are_neighbouring_tensors();
   dim_0_counts_and_the_rest_is_a_unit();
@@ -108,5 +115,6 @@ int main() {
   layers_of_a_pull();
   layers_of_a_push();
   sizes();
+  numbers_of_blocks_are_shown_as_they_were_given();
   return TEST_RESULT();
 }

@@ -69,6 +69,12 @@ class Engine:
         self.node.close()
         self.communicators.join()
 
+    def leave_to_the_parent(self) -> None:
+        """In a forked child: the node is the parent's, and so is whichever thread held the lock."""
+        self._lock = threading.Lock()
+        self.closed = True
+        self._found = {}
+
     # -- links
 
     def link_to(self, cluster_id: int, function: str) -> kvferry.Link:

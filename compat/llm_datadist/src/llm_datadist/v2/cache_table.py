@@ -106,17 +106,16 @@ class CacheTable:
         return cache_desc.placement == Placement.DEVICE and not self._is_call_linked
 
     def unregister_cache(self, cache_id: int) -> None:
-        """Ends it; an unknown id is fine. When this returns nobody's bytes move in its memory any more."""
+        """Ends it; an unknown id is fine, and so is that of an allocated cache, which stays. When this returns nobody's bytes move in
+        its memory any more."""
         cache_id = check_int64("cache_id", cache_id)
         self._check_open("unregister_cache")
-        if cache_id not in self._caches:
+        if cache_id not in self._caches or cache_id in self._allocated:
             return
         try:
             self._engine.node.unregister(cache_id)
         except kvferry.KvferryError as error:
             raise translated(error, "unregister_cache", "register") from error
-        with self._lock:
-            self._prefixes.pop(cache_id, None)
         self._forget(cache_id)
 
     def remap_registered_memory(self, mem_infos: MemInfo | list[MemInfo]) -> None:

@@ -37,7 +37,7 @@ _OUR_ENVIRONMENT = "KVFERRY_"
 
 
 class LLMDataDist:
-    """One engine of a process; only one can be initialised at a time."""
+    """One engine of a process; only one can be initialised at a time. In a forked child none is."""
 
     llm_engine_instance: ClassVar[LLMDataDist | None] = None
     _life: ClassVar[threading.RLock] = threading.RLock()  # init and finalize exclude each other
@@ -263,4 +263,15 @@ def _shutdown_handler() -> None:
         LLMDataDist.llm_engine_instance = None
 
 
+def _in_a_forked_child() -> None:
+    """Nothing is initialised here. What the parent has stays its own; a manager that was kept answers as after ``finalize``."""
+    LLMDataDist._life = threading.RLock()  # another thread may have held it
+    instance, LLMDataDist.llm_engine_instance = LLMDataDist.llm_engine_instance, None
+    if instance is None or instance._engine is None:
+        return
+    instance._engine.leave_to_the_parent()
+    instance._engine = instance._cache_manager = None
+
+
 atexit.register(_shutdown_handler)
+os.register_at_fork(after_in_child=_in_a_forked_child)
