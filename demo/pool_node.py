@@ -20,11 +20,15 @@ class PoolNode:
     def __init__(self, memory_bytes: int) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="kvferry-demo-")
         self.address = f"unix:{self._folder.name}/pool.sock"
-        serve = ["pool", "serve", "--listen", self.address, "--memory", str(memory_bytes)]
-        self.command = " ".join(["kvferry", *serve])
+        self._serve = ["pool", "serve", "--listen", self.address, "--memory", str(memory_bytes)]
+        self.command = " ".join(["kvferry", *self._serve])
+        self.start()
+
+    def start(self) -> None:
+        """Again after it was killed, at the same address."""
         self._process = subprocess.Popen(
             # Idle for so long, it belongs to a demo that was killed.
-            [sys.executable, "-m", "kvferry.cli", *serve, "--idle-s", str(ANSWERS_WITHIN_S)],
+            [sys.executable, "-m", "kvferry.cli", *self._serve, "--idle-s", str(ANSWERS_WITHIN_S)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             start_new_session=True,  # Ctrl-C is for the demo alone, which then ends it
@@ -34,6 +38,12 @@ class PoolNode:
         except BaseException:
             self.close()
             raise
+
+    def kill(self) -> None:
+        """As a crash would end it."""
+        self._process.kill()
+        self._process.wait()
+        self._process.stdout.close()
 
     @property
     def pid(self) -> int:

@@ -5,9 +5,9 @@ and answers by others.
 
 Each of --prefill and --decode may be given several times; they are taken in turns. With --prefill-node HOST:PORT for each
 prefill, the place where its connector listens, prompts are pushed layer by layer while they are computed: both instances
-get the request at once. What matters here is what happens when
-something fails: a prefill that cannot be had costs its head start and not the answer, a decode that cannot be had is
-replaced by the next one, and a client that goes away ends its request wherever that is.
+get the request at once. What matters here is what happens when something fails: a prefill that cannot be had costs its head
+start and not the answer, a decode that cannot be had is replaced by the next one, and a client that goes away ends its
+request wherever that is.
 
 Needs starlette, uvicorn and httpx. This is an example to try a pair with; the proxies that speak the same words
 (``do_remote_decode``, ``do_remote_prefill`` in ``kv_transfer_params``) work as well.
@@ -27,21 +27,13 @@ import httpx
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 T = TypeVar("T")
 log = logging.getLogger("router")
 
 CONNECTING_S = 10.0  # a host that is gone; a process that is gone is known at once
-ASK_FOR_HANDOVER = {
-    "do_remote_decode": True,
-    "do_remote_prefill": False,
-    "remote_engine_id": None,
-    "remote_block_ids": None,
-    "remote_host": None,
-    "remote_port": None,
-}
 
 
 class Fleet:
@@ -58,50 +50,38 @@ class Fleet:
         first = next(self._turn) % len(self.clients)
         return itertools.chain(self.clients[first:], self.clients[:first])
 
-    async def close(self) -> None:
-        for client in self.clients:
-            await client.aclose()
-
 
 class Router:
     def __init__(self, prefill: list[str], decode: list[str], nodes: list[str], timeout_s: float) -> None:
         self._prefill, self._decode = Fleet(prefill, timeout_s), Fleet(decode, timeout_s)
         self._nodes = dict(zip(self._prefill.clients, nodes, strict=True)) if nodes else {}
-        self.app = Starlette(
-            routes=[
-                Route("/v1/completions", self.complete, methods=["POST"]),
-                Route("/v1/chat/completions", self.complete, methods=["POST"]),
-                Route("/v1/models", self.models),
-                Route("/health", self.health),
-            ],
-            lifespan=self._lifespan,
-        )
+        routes = [
+            Route("/v1/completions", self.complete, methods=["POST"]),
+            Route("/v1/chat/completions", self.complete, methods=["POST"]),
+            Route("/v1/models", self.models),
+            Route("/health", lambda request: Response()),
+        ]
+        self.app = Starlette(routes=routes, lifespan=self._lifespan)
 
     @asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
         yield
-        await self._prefill.close()
-        await self._decode.close()
+        for client in self._prefill.clients + self._decode.clients:
+            await client.aclose()
 
     # --- endpoints ---------------------------------------------------------------------------------------------------
 
     async def complete(self, request: Request) -> Response:
         try:
             body = await request.json()
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            return JSONResponse({"error": {"message": f"the body is no JSON: {error}", "type": "BadRequest"}}, 400)
+        except (json.JSONDecodeError, UnicodeDecodeError):
+            body = None
         except ClientDisconnect:
             return Response(status_code=499)
         if not isinstance(body, dict):
-            return JSONResponse({"error": {"message": "the body is no JSON object", "type": "BadRequest"}}, 400)
-        path, headers = request.url.path, _headers(request)
+            return _error(400, "the body is no JSON object")
         try:
-            if self._nodes:
-                return await _while_there(request, self._pushed(path, headers, body))
-            given = await _while_there(request, self._prefilled(path, headers, body))
-            if isinstance(given, httpx.Response):  # the request itself is wrong, and the prefill instance has said so
-                return _passed_on(given)
-            return await _while_there(request, self._decoded(path, headers, body | {"kv_transfer_params": given}))
+            return await _while_there(request, self._completed(request.url.path, _headers(request), body))
         except ClientDisconnect:
             return Response(status_code=499)
 
@@ -111,55 +91,56 @@ class Router:
                 return _passed_on(await client.get("/v1/models"))
             except httpx.TransportError:
                 continue
-        return _nobody("decode")
-
-    async def health(self, request: Request) -> Response:
-        return PlainTextResponse("")
+        return _error(503, "no decode instance can be reached")
 
     # -----------------------------------------------------------------------------------------------------------------
 
-    async def _pushed(self, path: str, headers: dict[str, str], body: dict[str, Any]) -> Response:
+    async def _completed(self, path: str, headers: dict[str, str], body: dict[str, Any]) -> Response:
+        own = body.get("kv_transfer_params") or {}
+        if self._nodes:
+            return await self._pushed(path, headers, body, own)
+        given = await self._prefilled(path, headers, _first_token_only(body, {**own, "do_remote_decode": True}))
+        if isinstance(given, httpx.Response):  # the request itself is wrong, and the prefill instance has said so
+            return _passed_on(given)
+        return await self._decoded(path, headers, body | {"kv_transfer_params": own | given})
+
+    async def _pushed(self, path: str, headers: dict[str, str], body: dict[str, Any], own: dict[str, Any]) -> Response:
         """Both at once. Should the prefill fail, the decode instance hears of it from its own connector, and computes."""
-        own, name = body.get("kv_transfer_params") or {}, uuid.uuid4().hex
-        client = next(iter(self._prefill))
+        client, name = next(iter(self._prefill)), uuid.uuid4().hex
         host, _, port = self._nodes[client].rpartition(":")
         told = {"do_remote_prefill": True, "kvferry_push": name, "remote_host": host, "remote_port": int(port)}
-        decoding = asyncio.ensure_future(self._decoded(path, headers, body | {"kv_transfer_params": {**own, **told}}))
         asked = _first_token_only(body, {**own, "do_remote_decode": True, "kvferry_push": name})
         prefilling = asyncio.ensure_future(client.post(path, json=asked, headers=headers))
+        prefilling.add_done_callback(_said)
         try:
-            return await decoding
-        finally:
-            if not decoding.done() or decoding.cancelled():
-                prefilling.cancel()
-                decoding.cancel()
-            prefilling.add_done_callback(_said)
+            return await self._decoded(path, headers, body | {"kv_transfer_params": {**own, **told}})
+        except asyncio.CancelledError:
+            prefilling.cancel()
+            raise
 
-    async def _prefilled(self, path: str, headers: dict[str, str], body: dict[str, Any]) -> Any:
+    async def _prefilled(self, path: str, headers: dict[str, str], asked: dict[str, Any]) -> Any:
         """What the decode instance is to be told; or the answer of a prefill instance that refuses the request."""
-        own = body.get("kv_transfer_params") or {}
-        asked = _first_token_only(body, {**own, **ASK_FOR_HANDOVER})
         for client in self._prefill:
             try:
                 answer = await client.post(path, json=asked, headers=headers)
             except httpx.TransportError as error:
-                log.warning("prefill at %s: %s", client.base_url, repr(error))
+                log.warning("prefill at %s: %r", client.base_url, error)
                 continue
             if 400 <= answer.status_code < 500:
                 return answer
             if answer.status_code == 200:
-                return own | (answer.json().get("kv_transfer_params") or {})
+                return answer.json().get("kv_transfer_params") or {}
             log.warning("prefill at %s answered %d", client.base_url, answer.status_code)
-        return own or None  # the decode instance computes it all
+        return {}  # the decode instance computes it all
 
     async def _decoded(self, path: str, headers: dict[str, str], body: dict[str, Any]) -> Response:
-        if body["kv_transfer_params"] is None:
+        if not body["kv_transfer_params"]:
             del body["kv_transfer_params"]
         for client in self._decode:
             try:
                 answer = await client.send(client.build_request("POST", path, json=body, headers=headers), stream=True)
             except httpx.TransportError as error:
-                log.warning("decode at %s: %s", client.base_url, repr(error))
+                log.warning("decode at %s: %r", client.base_url, error)
                 continue
             if answer.status_code >= 500:
                 log.warning("decode at %s answered %d", client.base_url, answer.status_code)
@@ -167,17 +148,13 @@ class Router:
                 continue
             media_type = answer.headers.get("content-type")
             return StreamingResponse(_content(answer), answer.status_code, media_type=media_type)
-        return _nobody("decode")
+        return _error(503, "no decode instance can be reached")
 
 
 def _first_token_only(body: dict[str, Any], params: dict[str, Any]) -> dict[str, Any]:
-    asked = body | {"stream": False, "max_tokens": 1, "kv_transfer_params": params}
-    asked.pop("stream_options", None)
-    if "max_completion_tokens" in asked:
-        asked["max_completion_tokens"] = 1
-    if asked.get("min_tokens"):
-        asked["min_tokens"] = 1
-    return asked
+    asked = {name: value for name, value in body.items() if name != "stream_options"}
+    asked |= {name: 1 for name in ("max_completion_tokens", "min_tokens") if asked.get(name)}
+    return asked | {"stream": False, "max_tokens": 1, "kv_transfer_params": params}
 
 
 def _said(prefilling: "asyncio.Future[httpx.Response]") -> None:
@@ -214,18 +191,18 @@ async def _while_there(request: Request, work: Awaitable[T]) -> T:
 
 def _headers(request: Request) -> dict[str, str]:
     """One id for both halves of a request, and whatever lets it in."""
-    kept = {"x-request-id": request.headers.get("x-request-id") or uuid.uuid4().hex}
-    if "authorization" in request.headers:
-        kept["authorization"] = request.headers["authorization"]
-    return kept
+    kept = {name: request.headers[name] for name in ("x-request-id", "authorization") if name in request.headers}
+    return {"x-request-id": uuid.uuid4().hex} | kept
 
 
 def _passed_on(answer: httpx.Response) -> Response:
     return Response(answer.content, answer.status_code, media_type=answer.headers.get("content-type"))
 
 
-def _nobody(kind: str) -> Response:
-    return JSONResponse({"error": {"message": f"no {kind} instance can be reached", "type": "Unavailable"}}, 503)
+def _error(status: int, sentence: str) -> Response:
+    return JSONResponse(
+        {"error": {"message": sentence, "type": "BadRequest" if status == 400 else "Unavailable"}}, status
+    )
 
 
 def main() -> None:
