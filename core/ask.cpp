@@ -25,7 +25,7 @@ Ask::Ask(Engine& engine, std::shared_ptr<Link> link, Deadline deadline, Payload 
 }
 
 Need Ask::step() {
-  if (must_stop()) throw Error(stop_reason());
+  if (must_stop() && !(asked_ && only_link_ended())) throw Error(stop_reason());
   while (!asked_) {
     if (!take_lane(LaneUse::call)) return Need::lane;
     switch (send()) {
@@ -45,7 +45,9 @@ Need Ask::step() {
   if (!in_) in_.emplace();
   switch (in_->read(lane_->descriptor.get())) {
     case MessageReader::State::more: return Need::readable;
-    case MessageReader::State::would_block: return Need::readable;
+    case MessageReader::State::would_block:
+      if (!link_->alive()) throw Error(stop_reason());
+      return Need::readable;
     case MessageReader::State::lost: throw Error(lane_closed());
     case MessageReader::State::message: break;
   }

@@ -444,6 +444,10 @@ bool Operation::must_stop() const noexcept {
   return cancelled_.load(std::memory_order_relaxed) || !link_->alive() || deadline_.passed();
 }
 
+bool Operation::only_link_ended() const noexcept {
+  return !link_->alive() && !cancelled_.load(std::memory_order_relaxed) && !deadline_.passed();
+}
+
 Outcome Operation::stop_reason() const {
   if (cancelled_.load(std::memory_order_acquire)) return {Kind::cancelled, std::string(verb_) + " was cancelled", touched_, true};
   if (!link_->alive()) {

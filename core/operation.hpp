@@ -146,6 +146,9 @@ class Operation : public std::enable_shared_from_this<Operation> {
   Outcome stop_reason() const;
   void set_deadline(Deadline deadline) { deadline_ = deadline; }  // by step(): for what is done next
   bool must_stop() const noexcept;
+  // Whether it must for nothing but the end of the link. A peer that has done what it was asked for and then unlinks has answered
+  // first, so what has come is read to its end before this operation is.
+  bool only_link_ended() const noexcept;
 
   Engine& engine_;
   std::shared_ptr<Link> link_;

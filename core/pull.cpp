@@ -120,7 +120,7 @@ Need Pull::step() {
   Frame frame;
   for (;;) {
     // A copy looks for itself, between pieces; after it the bytes are there whatever the clock says.
-    if (phase_ != Phase::copy && must_stop()) throw Error(stop_reason());
+    if (phase_ != Phase::copy && must_stop() && !(may_be_answered() && only_link_ended())) throw Error(stop_reason());
     switch (phase_) {
       case Phase::begin:
         for (const auto& cache : ask_.destination.caches) engine_.check_writable(*cache);
@@ -208,6 +208,7 @@ Need Pull::step() {
         break;
       case Phase::stream:
         need = stream();
+        if (need == Need::readable && !link_->alive()) throw Error(stop_reason());  // all that had come is not all
         if (need != Need::done || done()) return need;
         break;
       case Phase::confirm:
@@ -301,6 +302,10 @@ bool Pull::copy_small(bool& touched) noexcept {
 
 // ---- the conversation
 
+bool Pull::may_be_answered() const noexcept {
+  return lane_ != nullptr && request_sent() && (phase_ == Phase::stream || phase_ == Phase::confirm || phase_ == Phase::await_consumed);
+}
+
 void Pull::begin_request(wire::Writer request, Phase then) {
   set_request(request.take());
   after_send_ = then;
@@ -317,7 +322,9 @@ void Pull::ask_to_resolve(Phase then, bool to_describe) {
 bool Pull::await_answer(Frame& frame, Need& need) {
   if (!in_) in_.emplace(wire::max_request_bytes);
   switch (in_->read(lane_->descriptor.get(), frame)) {
-    case FrameBuffer::State::would_block: return need = Need::readable, false;
+    case FrameBuffer::State::would_block:
+      if (!link_->alive()) throw Error(stop_reason());
+      return need = Need::readable, false;
     case FrameBuffer::State::lost: return ask_again(in_->empty() && after_send_ != Phase::await_consumed, need), false;
     case FrameBuffer::State::frame: break;
   }
@@ -660,7 +667,7 @@ void Pull::ask_for_stream() {
 Need Pull::stream() {
   Need need = Need::done;
   for (;;) {
-    if (must_stop()) throw Error(stop_reason());
+    if (must_stop() && !only_link_ended()) throw Error(stop_reason());
     if (piece_left_ > 0) {
       if (!(reply_.empty() ? receive_payload(need) : take_payload(need))) return need;
       continue;

@@ -74,6 +74,7 @@ class Pull : public Operation {
   bool small_enough() const noexcept;  // to be copied at once
   bool copy_small(bool& touched) noexcept;
   void begin_request(wire::Writer request, Phase then);
+  bool may_be_answered() const noexcept;        // by all that it has asked for
   bool await_answer(Frame& frame, Need& need);  // one frame on the lane
   void ask_again(bool harmless, Need& need);
   bool next_missing_segment();

@@ -34,8 +34,7 @@ Need Push::step() {
 }
 
 Need Push::converse(const Target& target, const TensorRange& source, const TensorRange& destination) {
-  // A receiver that unlinks has answered first: what it said counts, also where this side sees the end of the link earlier.
-  const bool may_be_answered = asked_ && request_sent() && !link_->alive();
+  const bool may_be_answered = asked_ && request_sent() && only_link_ended();
   if (must_stop() && !may_be_answered) give_up(stop_reason());
   if (!asked_) {
     if (!request_set()) {

@@ -1,9 +1,11 @@
 #include <sys/mman.h>
+#include <sys/socket.h>
 
+#include <algorithm>
 #include <cstring>
 #include <thread>
 
-#include "nodes.hpp"
+#include "alone.hpp"
 
 using namespace kvferry;
 using namespace kvferry::testing;
@@ -403,6 +405,53 @@ static void pulls_about_the_size_that_goes_at_once_are_whole() {
   }
 }
 
+static bool pull_asked_on(int fd) {
+  char byte;
+  return ::recv(fd, &byte, 1, MSG_PEEK | MSG_DONTWAIT) == 1;
+}
+
+// The owner has sent all of it and unlinks, and the end of the link is seen first: what has come counts if it is all.
+static void a_stream_counts_that_came_before_the_end_of_the_link() {
+  for (const std::int64_t count : {1, 8}) {  // read in one piece and copied on, or straight into its place
+    for (const bool all : {true, false}) {
+      Alone alone;
+      Owned into(alone.engine.registry, {"into", 1, 8, 4096});
+      Numbers units;
+      for (std::int64_t i = 0; i < count; ++i) units.push_back(i);
+      PullAsk ask;
+      ask.target = by_id(1);
+      ask.destination = destination_cache(alone.engine, into.id());
+      ask.moves = blocks(units, units);
+      const auto pull = std::make_shared<Pull>(alone.engine, alone.link, Deadline::after_ms(20'000), std::move(ask));
+      std::atomic<bool> asleep{false}, go_on{false};
+      alone.engine.reactor.post([&] { asleep = true; while (!go_on) sleep_ms(1); });  // what comes is not looked for
+      CHECK(eventually([&] { return asleep.load(); }));
+      pull->start_here();
+      const auto bytes = static_cast<std::size_t>(count) * 4096;
+      wire::Writer piece(wire::Type::piece, pull->number());
+      std::vector<std::uint64_t> words(bytes / 8, 7);
+      auto sent = piece.raw(words.data(), bytes).take();
+      const auto end = ended_frame(pull->number(), {}, bytes, Transport::socket);
+      sent.insert(sent.end(), end.begin(), end.end());
+      if (!all) sent.resize(sent.size() - end.size() - 8);
+      bool gone = false;
+      for (const auto& far : alone.far_ends) gone |= pull_asked_on(far.get()) && send_some(far.get(), sent) == static_cast<long>(sent.size());
+      CHECK(gone);
+      alone.link->take_down({Kind::not_linked, "the peer has unlinked", false, true});
+      CHECK(pull->wait(Deadline::after_ms(5000)));
+      go_on = true;
+      if (all) {
+        CHECK_BY(socket, pull->result());
+        const auto* const here = reinterpret_cast<const std::uint64_t*>(address_of(*into.cache, 0, 0));
+        CHECK(std::all_of(here, here + words.size(), [](std::uint64_t word) { return word == 7; }));
+      } else {
+        CHECK_ENDS(Kind::not_linked, "the peer has unlinked", pull->result());
+        CHECK(pull->result().outcome.touched && pull->result().outcome.settled);
+      }
+    }
+  }
+}
+
 // Threads go on with small pulls while their link goes down and their caches end: no byte is written after that.
 static void small_pulls_end_with_their_link_and_their_cache() {
   for (int turn = 0; turn < 20; ++turn) {
@@ -498,6 +547,7 @@ int main() {
   a_prepared_pull_follows_its_target();
   a_small_pull_goes_at_once_and_says_the_same_when_it_cannot();
   pulls_about_the_size_that_goes_at_once_are_whole();
+  a_stream_counts_that_came_before_the_end_of_the_link();
   small_pulls_end_with_their_link_and_their_cache();
   memory_of_another_kind_goes_through_its_copier();
   segments_that_come_and_go_cost_no_transport();
