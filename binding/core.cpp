@@ -400,7 +400,21 @@ nb::dict statistics_of(PyLink& self) {
 template <typename Word>
 using Words = nb::ndarray<const Word, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
-nb::bytes checksums(const Words<std::uint64_t>& addresses, const Words<std::uint64_t>& sizes, const Words<std::int64_t>& counts, const Words<std::uint64_t>& seeds) {
+// Of memory that `may_shrink` the bytes are asked of the kernel, which says that they are not there; touching them would end
+// the process.
+void add_by_kernel(Checksum& checksum, std::uint64_t address, std::uint64_t size) {
+  thread_local std::vector<std::byte> copy(64 << 10);
+  for (std::uint64_t at = 0; at < size;) {
+    const auto bytes = std::min<std::uint64_t>(size - at, copy.size());
+    if (!copy_bytes_by_kernel(copy.data(), reinterpret_cast<const void*>(address + at), bytes))
+      throw Error(Kind::invalid_argument, sentence(size, " bytes at address ", address, " are not there (any more)"));
+    checksum.add(copy.data(), bytes);
+    at += bytes;
+  }
+}
+
+nb::bytes checksums(const Words<std::uint64_t>& addresses, const Words<std::uint64_t>& sizes, const Words<std::int64_t>& counts, const Words<std::uint64_t>& seeds,
+                    bool may_shrink) {
   const std::size_t segments = addresses.shape(0), values = counts.shape(0);
   std::size_t counted = 0;
   for (std::size_t i = 0; i < values; ++i) {
@@ -414,7 +428,12 @@ nb::bytes checksums(const Words<std::uint64_t>& addresses, const Words<std::uint
     const WithoutGil released;
     for (std::size_t i = 0, at = 0; i < values; ++i) {
       Checksum checksum(seeds(i));
-      for (const std::size_t end = at + static_cast<std::size_t>(counts(i)); at < end; ++at) checksum.add(reinterpret_cast<const void*>(addresses(at)), sizes(at));
+      for (const std::size_t end = at + static_cast<std::size_t>(counts(i)); at < end; ++at) {
+        if (may_shrink)
+          add_by_kernel(checksum, addresses(at), sizes(at));
+        else
+          checksum.add(reinterpret_cast<const void*>(addresses(at)), sizes(at));
+      }
       found[i] = checksum.end();
     }
   }
@@ -480,7 +499,7 @@ NB_MODULE(_core, m) {
     return nb::make_tuple(room.bytes, room.of);
   }, "with_swap"_a);
 
-  m.def("checksums", &checksums, "addresses"_a, "sizes"_a, "counts"_a, "seeds"_a);
+  m.def("checksums", &checksums, "addresses"_a, "sizes"_a, "counts"_a, "seeds"_a, "may_shrink"_a = false);
 
   nb::class_<Target>(m, "Target")
       .def_static("by_id", [](std::uint64_t id) { return Target{Target::By::id, id, 0, {}, {}}; })
@@ -828,7 +847,8 @@ NB_MODULE(_core, m) {
       .def("check_memory", [](PyNode& self, std::shared_ptr<const Moves> moves, bool writable) {
         const auto memory = memory_of_process(std::move(moves));
         auto& engine = self.node->engine();
-        writable ? engine.check_writable(*memory) : engine.check_readable(*memory);
+        engine.look_anew(*memory, writable);
+        if (writable) engine.check_writable(*memory);  // whether the kernel still holds a copy into it
         return memory->may_shrink.load();
       }, "moves"_a, "writable"_a)
       .def("resolution", [](PyNode& self, nb::bytes window) {

@@ -45,7 +45,7 @@ std::string hex(std::uint64_t address) {
   return text;
 }
 
-void check_spans(KnownMemory& memory, Cache& cache, bool writable) {
+void check_spans(KnownMemory& memory, Cache& cache, bool writable, bool anew) {
   const auto& spans = cache.memory_moves->spans;
   std::vector<MemoryRange> ranges;
   ranges.reserve(spans.size());
@@ -53,6 +53,7 @@ void check_spans(KnownMemory& memory, Cache& cache, bool writable) {
     const auto address = writable ? span.destination : span.source;
     ranges.push_back({address, address + span.bytes, false});
   }
+  if (anew) memory.forget(ranges);
   const auto look = memory.look(ranges, writable);
   if (look.file_backed) cache.file_backed.store(true);
   if (look.may_shrink) cache.may_shrink.store(true);
@@ -68,7 +69,7 @@ void check_spans(KnownMemory& memory, Cache& cache, bool writable) {
 void check_mapped(Engine& engine, Cache& cache, bool writable, std::atomic<bool>& known) {
   if (known.load(std::memory_order_acquire)) return;
   if (cache.geometry.layout == Layout::memory) {
-    check_spans(engine.memory, cache, writable);
+    check_spans(engine.memory, cache, writable, false);
   } else if (cache.kind == host_kind && !cache.allocated) {
     const auto bytes = cache.geometry.tensor_extent();
     for (std::size_t i = 0; i < cache.geometry.tensors.size(); ++i) {
@@ -88,6 +89,8 @@ void check_mapped(Engine& engine, Cache& cache, bool writable, std::atomic<bool>
 }
 
 }  // namespace
+
+void Engine::look_anew(Cache& memory, bool writable) { check_spans(this->memory, memory, writable, true); }
 
 void Engine::check_readable(Cache& cache) { check_mapped(*this, cache, false, cache.readable); }
 

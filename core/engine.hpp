@@ -68,6 +68,8 @@ struct Engine {
   // Error(invalid_argument) naming cache and tensor, before the first byte; of a process's memory, naming span and address.
   void check_readable(Cache& cache);
   void check_writable(Cache& cache);
+  // Of a process's memory, whatever was found there earlier: other memory may lie there by now.
+  void look_anew(Cache& memory, bool writable);
   std::atomic<unsigned>& held_of(Cache& cache) { return cache.geometry.layout == Layout::memory ? memory_held : cache.held; }
 };
 

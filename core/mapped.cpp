@@ -271,6 +271,16 @@ KnownMemory::Look KnownMemory::look(std::span<const MemoryRange> ranges, bool wr
   return out;
 }
 
+void KnownMemory::forget(std::span<const MemoryRange> ranges) {
+  const std::lock_guard lock(mutex_);
+  for (Known* known : {&readable_, &writable_})
+    for (const auto& range : ranges) {
+      auto it = known->upper_bound(range.begin);
+      if (it != known->begin() && std::prev(it)->second.end > range.begin) --it;
+      while (it != known->end() && it->second.begin < range.end) it = known->erase(it);
+    }
+}
+
 void KnownMemory::remember(Known& known, MemoryRange range) {
   auto it = known.upper_bound(range.begin);
   if (it != known.begin() && std::prev(it)->second.end >= range.begin) --it;

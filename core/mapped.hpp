@@ -31,7 +31,8 @@ Mapped range_mapped(std::uint64_t address, std::uint64_t bytes, bool writable);
 // asked after something has failed.
 bool still_there(std::uint64_t address, std::uint64_t bytes, bool writable) noexcept;
 
-// Memory that has been found good is not looked at again: whoever names it keeps it mapped as it was. Thread-safe.
+// Memory that has been found good is not looked at again until somebody says so: whoever names it keeps it mapped as it was.
+// Thread-safe.
 class KnownMemory {
  public:
   struct Look {
@@ -42,6 +43,7 @@ class KnownMemory {
   };
   // In any order, overlapping or not. What is not known yet is looked up together.
   Look look(std::span<const MemoryRange> ranges, bool writable);
+  void forget(std::span<const MemoryRange> ranges);
 
  private:
   static constexpr std::size_t most = 64 << 10;  // of either kind; then all are forgotten

@@ -5,6 +5,8 @@ beside the named bytes changes, and nothing is left behind.
 """
 
 import contextlib
+import ctypes
+import itertools
 import mmap
 import os
 import random
@@ -27,6 +29,7 @@ from cgroup_support import memory_cgroup
 from failure_support import Memory, Peers, dice, seed
 from kvferry.pool import messages
 from kvferry.pool.node import PoolNode
+from kvferry.pool.values import Values
 from namespace_support import AWAIT_CABLE, INNER, OUTER_DEVICE, Inside, cable
 from pool_sides import Raw, key_of, left_behind, value_of, word_of
 from pool_support import NodeProcess, Nodes, block_bytes_of, names, until
@@ -232,6 +235,7 @@ def _close_singles() -> Iterator[None]:
 NODE_INSIDE = """
 import sys, threading
 from kvferry.pool.node import PoolNode
+from kvferry.pool.values import Values
 node = PoolNode(sys.argv[1], 64 << 20)
 threading.Thread(target=node.run, daemon=True).start()
 print(node.address, flush=True)
@@ -465,7 +469,7 @@ def test_what_nobody_waits_for_any_more_ends_at_once_also_before_it_has_come(
     def refused() -> bool:
         raw.release(raw.number + 1)  # over a connection of its own it may come before what it ends
         time.sleep(0.01)
-        return getattr(raw.lookup(space, [b"b"], 900_000, 60_000), "word", "") == "invalid"
+        return getattr(raw.lookup(space, [b"b"], 900_000, 60_000), "word", "") == "given_up"
 
     until(refused)
     assert raw.lookup(space, [b"b"], 900_000, 60_000).windows  # none is remembered for longer than that
@@ -887,6 +891,135 @@ def test_no_message_that_a_client_can_send_ends_a_node(peers: Peers, tmp_path: A
         owner.close()
         assert pool.save(["after"], buffers=[[values[0]]], timeout_ms=10_000).prefix == 1
         drained(node, links=1)
+
+
+class Elsewhere:
+    """Takes the place of `Values.checksums`: whoever comes waits until it may go on."""
+
+    def __init__(self, monkeypatch: Any) -> None:
+        self.came, self.may_go = threading.Event(), threading.Event()
+        took = Values.checksums
+
+        def checksums(*arguments: Any) -> Any:
+            self.came.set()
+            assert self.may_go.wait(20)
+            return took(*arguments)
+
+        monkeypatch.setattr(Values, "checksums", checksums)
+
+
+@pytest.mark.parametrize("verb", ["load", "save"])
+def test_who_gives_a_call_up_waits_for_the_checksums_that_are_being_taken(monkeypatch: Any, verb: str) -> None:
+    memory = np.ones((3, 4096), np.uint8)
+    with kvferry.Pool.private() as pool:
+        pool._checksum = "always"
+        assert pool.save(names(3), buffers=list(memory)).prefix == 3
+        there = Elsewhere(monkeypatch)
+        call = pool.load_async if verb == "load" else pool.save_async
+        future = call(names(3) if verb == "load" else names(3, "more"), buffers=list(memory), timeout_ms=20_000)
+        assert there.came.wait(20)
+        cancelling = threading.Thread(target=future.cancel)
+        cancelling.start()
+        cancelling.join(0.2)
+        assert cancelling.is_alive()  # its caller may not have the memory back yet
+        there.may_go.set()
+        cancelling.join(20)
+        assert not cancelling.is_alive()
+        assert pool.load(names(3), buffers=[np.zeros(4096, np.uint8) for _ in range(3)]).prefix == 3
+
+
+@pytest.mark.parametrize("checksum", ["auto", "always"])
+@pytest.mark.parametrize("way", ["map", "socket"])
+@pytest.mark.parametrize("pages", [1, 512])
+def test_memory_that_was_there_in_an_earlier_call_is_looked_at_again(
+    nodes: Nodes, checksum: str, way: str, pages: int
+) -> None:
+    size = pages * mmap.PAGESIZE
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    anywhere = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    address = libc.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, anywhere, -1, 0)
+    transports = ["socket"] if way == "socket" else ["map", "cma", "socket"]
+    with kvferry.Pool.connect(nodes().address, checksum=checksum, transports=transports) as pool:
+        where = [(address, size)]
+        assert pool.save(["a"], buffers=where, timeout_ms=20_000).prefix == 1
+        assert pool.load(["a"], buffers=where, timeout_ms=20_000).prefix == 1
+        libc.mprotect(address, size, mmap.PROT_READ)
+        assert pool.save(["b"], buffers=where, timeout_ms=20_000).prefix == 1
+        with pytest.raises(kvferry.InvalidArgument, match="not writable"):
+            pool.load(["a"], buffers=where)
+        libc.mprotect(address, size, 0)
+        for verb in (pool.load, pool.save):
+            with pytest.raises(kvferry.InvalidArgument, match="memory of this process"):
+                verb(["c"], buffers=where)
+        assert pool.load(["a"], buffers=[np.zeros(size, np.uint8)], timeout_ms=20_000).prefix == 1
+        libc.munmap(ctypes.c_void_p(address), ctypes.c_size_t(size))
+
+
+@pytest.mark.parametrize("verb", ["load", "save"])
+@pytest.mark.parametrize("how", ["number", "array", "registered"])
+def test_a_file_that_is_cut_short_under_its_checksum_is_an_error(
+    monkeypatch: Any, tmp_path: Any, verb: str, how: str
+) -> None:
+    file = tmp_path / "values"
+    file.write_bytes(bytes(range(256)) * 16 * 16)
+    array = np.memmap(file, np.uint8, "r+", shape=(16, 4096))
+    address = array.ctypes.data
+    with kvferry.Pool.private() as pool:
+        pool._checksum = "always"
+        pool.register(array)
+        where: dict[str, Any] = {
+            "number": {"buffers": [(address + at, 4096) for at in range(0, 16 * 4096, 4096)]},
+            "array": {"buffers": list(array)},
+            "registered": {"blocks": range(16)},
+        }[how]
+        assert pool.save(names(16), **where, timeout_ms=20_000).prefix == 16
+        took = Values.checksums
+
+        def checksums(*arguments: Any) -> Any:
+            os.truncate(file, 4096)
+            return took(*arguments)
+
+        monkeypatch.setattr(Values, "checksums", checksums)
+        call, keys = (pool.load, names(16)) if verb == "load" else (pool.save, names(16, "more"))
+        with pytest.raises(kvferry.InvalidArgument, match="not there"):
+            call(keys, **where, timeout_ms=20_000)
+
+
+def test_a_request_that_comes_after_its_end_was_told_is_a_time_out(nodes: Nodes) -> None:
+    with kvferry.Pool.connect(nodes().address) as pool:
+        (peer,) = pool._awake()
+        number = next(peer.numbers)
+        peer.numbers = itertools.chain([number], peer.numbers)
+        link = peer.link
+        assert link is not None
+        peer.give_up(link, number)
+        outcome = pool.load(["a"], buffers=[np.zeros(8, np.uint8)], timeout_ms=20_000)
+        assert outcome.outcomes == ["timeout"]
+        assert pool.save(["a"], buffers=[np.zeros(8, np.uint8)], timeout_ms=20_000).prefix == 1
+
+
+def test_one_millisecond_is_enough_for_a_node_that_is_there(nodes: Nodes) -> None:
+    with kvferry.Pool.connect(nodes().address) as pool:
+        assert until(lambda: pool.exists(["a"], timeout_ms=1).outcomes == ["never_saved"])
+
+
+def test_a_pool_that_is_closed_says_so(nodes: Nodes) -> None:
+    pool = kvferry.Pool.connect(nodes().address)
+    pool.close()
+    array = np.zeros((2, 8), np.uint8)
+    for verb in (
+        lambda: pool.register(array),
+        pool.clear,
+        lambda: pool.exists(["a"]),
+        lambda: pool.remove(["a"]),
+        lambda: pool.load(["a"], buffers=[array]),
+        lambda: pool.save(["a"], buffers=[array]),
+    ):
+        with pytest.raises(kvferry.NodeClosed):
+            verb()
 
 
 NO_ANSWERS: dict[str, Callable[[messages.Request], Any]] = {

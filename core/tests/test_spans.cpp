@@ -193,7 +193,8 @@ static void memory_that_is_not_there_is_named_and_nothing_moves() {
       ends(read ? "ok" : "span 1 (64 bytes at", start + page);
       ends(read ? "is not readable" : "is not writable", start + 2 * page + 8);
       ends(read ? at_page : "span 1", start + 2 * page - 8);
-      ends("span 1", start + 3 * page);
+      unsigned char there;
+      if (mincore(memory + 3 * page, page, &there) != 0) ends("span 1", start + 3 * page);  // unless another thread has taken it
       ends("span 1", 8);
       ends("span 1", (std::uint64_t{1} << 63) - 100);
     }

@@ -50,9 +50,11 @@ def checksums(
     sizes: npt.NDArray[np.uint64],
     counts: npt.NDArray[np.int64],
     seeds: npt.NDArray[np.uint64],
+    may_shrink: bool = False,
 ) -> bytes:
     """A u64 for each value, never 0: value i is the next ``counts[i]`` segments, one behind the other. Nothing is looked up:
-    only for memory that has just been moved from or to, all of it and without an error."""
+    only for memory of which ``check_memory`` has said in this call that it is there. ``may_shrink``: as it said; what is not there
+    any more is InvalidArgument then."""
 
 @final
 class StreamSums:

@@ -32,7 +32,7 @@ from kvferry.pool.messages import LONGEST_KEY, code_of
 from kvferry.pool.moving import Moving, Way, moves_of, ms_left, pulling, pushing
 from kvferry.pool.outcome import SUCCESSES, Codes, Outcome
 from kvferry.pool.peer import TOLD_AT_ONCE_BYTES, Peer, Space, Unreachable
-from kvferry.pool.values import U64, Spans, Values, of_blocks, of_buffers
+from kvferry.pool.values import U64, Spans, Values, extents, of_blocks, of_buffers
 from kvferry.pool.workers import Future, Workers
 
 __all__ = ["Pool"]
@@ -50,6 +50,7 @@ LOOKED_FOR_AT_A_TIME = 16_384  # keys of which nothing is moved
 # The stage whose turn comes first in a round over the parts under way: the node is asked for the newest before anything is
 # waited for, and a part is committed only when the one before it has been, which it may continue (chain=).
 TURNS = (0, 1, 3, 2)
+SUMMING_S = 0.0002  # between two looks whether checksums, of a part at most, have been taken
 LOCAL_FIRST = 4  # the node on this host has one part in so many of the time that is left to answer before the owners
 
 HIT, SAVED, TIMEOUT, NODE_LOST, POOL_OFF, NEVER_SAVED, CORRUPTED = map(
@@ -77,30 +78,47 @@ class _Batch:
     until: float
     codes: Codes
     every: Indices
+    may_shrink: bool = False  # some of the values' memory: somebody may cut its file short
     apart: bool = False  # carried out by another thread than its caller's, who may give it up meanwhile
     size_bytes: int = 0
-    lock: threading.Lock = field(default_factory=threading.Lock)
+    lock: Any = field(default_factory=threading.RLock)  # a signal handler may give the call up amid giving it up
     # Reservations and leases whose end is still to be told.
     held: set[tuple[Peer, Link, int]] = field(default_factory=set)
     _moving: list[Moving] = field(default_factory=list)
+    _summing: set[int] = field(default_factory=set)  # the threads that read the values' memory for their checksums
     _given_up: bool = False
 
     def move(self, way: Way, spans: Spans, beside: bool, sums: _core.StreamSums | None = None) -> Moving:
         """From any of the threads that carry the batch out. :raises Unreachable: it has been given up."""
         with self.lock:
-            if self._given_up:
-                raise Unreachable("timeout", "the call has been given up")
+            self._go_on()
             moving = Moving(way, spans, self.until, sums)
             self._moving.append(moving)  # before anything moves: give_up() knows of it, whatever happens here
             if beside:
                 moving.begin()
         return moving
 
+    def checksums(self, chosen: Indices, seeds: U64) -> U64:
+        """Of those values as they lie in memory now. :raises Unreachable: the call has been given up."""
+        assert self.values is not None
+        me = threading.get_ident()
+        try:
+            with self.lock:
+                self._go_on()
+                self._summing.add(me)
+            return self.values.checksums(chosen, seeds, self.may_shrink)
+        finally:
+            self._summing.discard(me)
+
+    def _go_on(self) -> None:
+        if self._given_up:
+            raise Unreachable("timeout", "the call has been given up")
+
     def give_up(self) -> None:
-        """No thread moves anything for it any more when this has ended, and the nodes have been told that they may have
+        """No thread moves or reads anything for it any more when this has ended, and the nodes have been told that they may have
         back what they hold for it, whatever a signal handler raises meanwhile."""
         interrupted: BaseException | None = None
-        while not self._given_up or any(not one.ended for one in self._moving) or self.held:
+        while not self._given_up or any(not one.ended for one in self._moving) or self.held or self._others_sum():
             try:
                 with self.lock:
                     self._given_up = True
@@ -108,10 +126,16 @@ class _Batch:
                     one.give_up()
                 for held in list(self.held):
                     self.over(*held)
+                if self._others_sum():
+                    time.sleep(SUMMING_S)
             except BaseException as error:  # noqa: BLE001 - raised below
                 interrupted = error
         if interrupted is not None:
             raise interrupted
+
+    def _others_sum(self) -> bool:
+        """What this thread itself has read is over, or it were not here."""
+        return bool(self._summing - {threading.get_ident()})
 
     def over(self, peer: Peer, link: Link, number: int) -> None:
         """The node may have back what it holds, or is about to hold, under this number; of a save nothing is published."""
@@ -179,10 +203,12 @@ class Pool:
     ) -> None:
         """For :meth:`connect` and :meth:`private`. ``membership`` None: the pool is off. ``keep`` is closed with it."""
         quota = None if quota_bytes is None else whole("quota_bytes", quota_bytes, least=1)
-        # What blocks= counts and the space of its values, exchanged whole: calls may run beside a register().
-        self._registered: tuple[tuple[Memory, ...], Space] = (
+        # What blocks= counts, the space of its values, and whether its memory is to be looked at in each call, for it may shrink;
+        # exchanged whole: calls may run beside a register().
+        self._registered: tuple[tuple[Memory, ...], Space, bool] = (
             (),
             Space(text("namespace", namespace), _digest(secret), b"", quota),
+            False,
         )
         self._membership = membership
         self._node_options: dict[str, Any] = {
@@ -313,9 +339,14 @@ class Pool:
             if memory.unit_bytes == 0 or memory.count == 0:
                 raise InvalidArgument(f"array {number} has no blocks, or blocks of no bytes (shape {memory.shape})")
         fingerprint = key_rules.fingerprint([(memory.unit_bytes, memory.dtype) for memory in memories])
+        self._awake()
+        if self._closed:
+            raise NodeClosed("the pool is closed")
+        may_shrink = self._may_shrink(extents(memories), False)
         with self._lock:
             space = self._space
-            self._registered = (memories, Space(space.namespace, space.domain, fingerprint, space.quota_bytes))
+            mine = Space(space.namespace, space.domain, fingerprint, space.quota_bytes)
+            self._registered = (memories, mine, may_shrink)
 
     # --- verbs -------------------------------------------------------------------------------------------------------
 
@@ -438,7 +469,10 @@ class Pool:
             except Unreachable:
                 return
 
-        self._side_by_side([partial(ask, peer) for peer in self._awake()], until)
+        peers = self._awake()
+        if self._closed:
+            raise NodeClosed("the pool is closed")
+        self._side_by_side([partial(ask, peer) for peer in peers], until)
         return sum(dropped)
 
     # --- life --------------------------------------------------------------------------------------------------------
@@ -496,27 +530,32 @@ class Pool:
             raise NodeClosed("the pool is closed")
         self._awake()
         every = np.arange(len(listed))
+        may_shrink = False
         if where is not None and where.raw and len(where):
             spans = where.spans(every, np.zeros(len(where), np.uint64), to_node=not writable)
-            try:
-                self._node._core.check_memory(moves_of(spans), writable)
-            except NodeClosed:
-                raise NodeClosed("the pool is closed") from None
+            may_shrink = self._may_shrink(spans, writable)
         codes = np.empty(len(listed), np.uint8)
         codes.fill(TIMEOUT if self._membership is not None else POOL_OFF)
-        return _Batch(listed, routed, where, began, until, codes, every)
+        return _Batch(listed, routed, where, began, until, codes, every, may_shrink)
+
+    def _may_shrink(self, spans: Spans, writable: bool) -> bool:
+        """Whether somebody may cut short a file in which this memory lies. :raises InvalidArgument: it is not there."""
+        try:
+            return self._node._core.check_memory(moves_of(spans), writable)
+        except NodeClosed:
+            raise NodeClosed("the pool is closed") from None
 
     def _where(self, blocks: Any, buffers: Any, writable: bool) -> tuple[Callable[[int], Values], Space]:
         """Where so many values lie, and the space that values of this shape are in."""
         if (blocks is None) == (buffers is None):
             raise InvalidArgument("say where the values are by blocks= or by buffers=, one of the two")
-        memories, space = self._registered
+        memories, space, raw = self._registered
         if buffers is not None:
             plain = Space(space.namespace, space.domain, b"", space.quota_bytes)
             return partial(of_buffers, buffers, writable=writable), plain
         if not memories:
             raise InvalidArgument("blocks= counts the blocks of what was registered: call register(...) first")
-        return lambda count: of_blocks(memories, blocks, count, memories), space
+        return lambda count: of_blocks(memories, blocks, count, memories, raw), space
 
     @property
     def _space(self) -> Space:
@@ -759,7 +798,7 @@ class Pool:
                     peer.says(move.why)
                     lost.append((which, code_of(word)))
                 elif verified:
-                    seen = values.checksums(which, _seeds(space, batch.keys, which))
+                    seen = batch.checksums(which, _seeds(space, batch.keys, which))
                     wrong = which[(seen != sums) & (sums != NO_CHECKSUM)]
                     if len(wrong):
                         lost.append((wrong, CORRUPTED))
@@ -819,24 +858,26 @@ class Pool:
             offsets = np.frombuffer(reserved.offsets, np.uint64)
             failed: list[int] = []
             size_bytes = 0
-            at_once = summed = self._verifies(peer) or (self._checksum == "auto" and peer.beyond_host)
+            summed = self._verifies(peer) or (self._checksum == "auto" and peer.beyond_host)
+            at_once = (
+                summed and not peer.streams and not batch.may_shrink
+            )  # of a file the copying tells first what is missing
             checksums = np.zeros(len(places) if summed else 0, np.uint64)
             try:
                 for at, mine in enumerate(_by_window(reserved.window_of, len(reserved.windows))):
                     way = pushing(link, reserved.windows[at])
                     which = chosen[places[mine]]
                     spans = values.spans(which, offsets[mine], to_node=True)
-                    # Of a file that is cut short meanwhile the copying tells, and the sums would end this process.
-                    steady = summed and not self._node._core.check_memory(moves_of(spans), False)
-                    at_once &= steady and not peer.streams
                     sums = None
-                    if steady and peer.streams:  # by whoever sends the bytes, while they are in its cache
+                    if (
+                        summed and peer.streams and not batch.may_shrink
+                    ):  # by whoever sends the bytes, while they are in its cache
                         sums = _core.StreamSums.of(values.totals[which], _seeds(space, batch.keys, which))
                     moving.append((mine, sums, batch.move(way, spans, beside or summed, sums)))
                 if moving:
                     yield
                 if moving and at_once:  # while the bytes move
-                    checksums = values.checksums(chosen[places], _seeds(space, batch.keys, chosen[places]))
+                    checksums = batch.checksums(chosen[places], _seeds(space, batch.keys, chosen[places]))
                 for mine, sums, move in moving:
                     which = chosen[places[mine]]
                     word = move.end()
@@ -849,7 +890,7 @@ class Pool:
                     if summed and not at_once:
                         taken = None if sums is None else sums.taken()
                         if taken is None:
-                            checksums[mine] = values.checksums(which, _seeds(space, batch.keys, which))
+                            checksums[mine] = batch.checksums(which, _seeds(space, batch.keys, which))
                         else:
                             checksums[mine] = np.frombuffer(taken, np.uint64)
                 if moving:

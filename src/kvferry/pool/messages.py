@@ -213,7 +213,7 @@ class Facts(msgspec.Struct, array_like=True, tag=69):
 
 
 class Failure(msgspec.Struct, array_like=True, tag=70):
-    """``word``: "invalid" (the request's fault), "unknown_space" (open it again), "internal"."""
+    """``word``: "invalid" (the request's fault), "unknown_space" (open it again), "given_up" (by its asker), "internal"."""
 
     word: str
     sentence: str

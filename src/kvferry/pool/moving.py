@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from math import ceil
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -38,7 +39,7 @@ def pushing(link: Link, window: bytes) -> Way:
 
 
 def ms_left(until: float) -> int:
-    return max(0, int((until - time.monotonic()) * 1000))
+    return max(0, ceil((until - time.monotonic()) * 1000))  # what is left of a millisecond counts as one
 
 
 def moves_of(spans: Spans, sums: _core.StreamSums | None = None) -> _core.Moves:

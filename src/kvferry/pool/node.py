@@ -179,6 +179,8 @@ class PoolNode:
             answer = messages.Failure("invalid", str(error))
         except _UnknownSpace as error:
             answer = messages.Failure("unknown_space", str(error))
+        except _GivenUp as error:
+            answer = messages.Failure("given_up", str(error))
         except Exception as error:  # the node goes on, whatever one request did to it
             log.exception("a call failed")
             answer = messages.Failure("internal", f"{type(error).__name__}: {error}")
@@ -261,7 +263,7 @@ class PoolNode:
         self._release_all(request.released, call)
         if request.number in self._over.get(call.link_id, ()):
             self._over[call.link_id].remove(request.number)
-            raise InvalidArgument(f"{request.number} has been given up")
+            raise _GivenUp(f"{request.number} has been given up")
         if (call.link_id, request.number) in self._held:
             raise InvalidArgument(f"there is a {request.number} already over this link")
         if len(request.sizes) == 8:
@@ -457,6 +459,10 @@ class PoolNode:
 
 
 class _UnknownSpace(Exception):
+    pass
+
+
+class _GivenUp(Exception):
     pass
 
 

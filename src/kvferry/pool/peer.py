@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from itertools import count
+from math import ceil
 from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
@@ -180,6 +181,8 @@ class Peer:
                     line.spaces.clear()
             if answer.word == "invalid":
                 raise InvalidArgument(answer.sentence)
+            if answer.word == "given_up":  # by another thread, whose word was quicker than the request
+                raise Unreachable("timeout", answer.sentence)
             raise Unreachable("node_lost", f"{link.peer}: {answer.sentence}")
         raise Unreachable("node_lost", f"{link.peer} gives an answer of another kind")
 
@@ -296,7 +299,7 @@ REACHING = _Reaching()
 
 
 def _ms_left(until: float) -> int:
-    left = int((until - time.monotonic()) * 1000)
+    left = ceil((until - time.monotonic()) * 1000)  # what is left of a millisecond counts as one
     if left < 1:
         raise Unreachable("timeout", "no time is left")
     return left

@@ -35,8 +35,8 @@ class Buffers:
 class Values:
     """``addresses`` and ``sizes`` of all segments; value i has those from ``first[i]`` up to ``first[i + 1]``.
 
-    ``into[j]`` is where segment j begins within its value. ``owner`` lives as long as this does. ``raw``: some address was
-    given as a number, and nobody has looked whether there is memory.
+    ``into[j]`` is where segment j begins within its value. ``owner`` lives as long as this does. ``raw``: nobody knows
+    without looking what memory there is, for an address was given as a number, or an array may lie in a mapped file.
     """
 
     addresses: U64
@@ -64,11 +64,11 @@ class Values:
         there = self.into[at] + np.repeat(offsets, counts)
         return _spans(self.addresses[at], there, self.sizes[at], to_node)
 
-    def checksums(self, chosen: npt.NDArray[np.int64], seeds: U64) -> U64:
-        """Of the ``chosen`` values as they lie here now, with a seed each: only after somebody has looked whether their memory
-        is there, as those do who move it."""
+    def checksums(self, chosen: npt.NDArray[np.int64], seeds: U64, may_shrink: bool) -> U64:
+        """Of the ``chosen`` values as they lie here now, with a seed each, after somebody has looked whether their memory is
+        there, and whether it ``may_shrink``. :raises InvalidArgument: then it has."""
         at, counts = self._segments(chosen)
-        return np.frombuffer(_core.checksums(self.addresses[at], self.sizes[at], counts, seeds), np.uint64)
+        return np.frombuffer(_core.checksums(self.addresses[at], self.sizes[at], counts, seeds, may_shrink), np.uint64)
 
     def _segments(self, chosen: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """The numbers of the ``chosen`` values' segments, and how many each value has."""
@@ -85,7 +85,14 @@ def _spans(here: U64, there: U64, sizes: U64, to_node: bool) -> Spans:
     return spans
 
 
-def of_blocks(memories: Sequence[Memory], blocks: Any, count: int, owner: object) -> Values:
+def extents(memories: Sequence[Memory]) -> Spans:
+    """All that ``memories`` take here."""
+    sizes = [(memory.count - 1) * memory.stride_bytes + memory.unit_bytes for memory in memories]
+    here = np.array([memory.address for memory in memories], np.uint64)
+    return _spans(here, np.zeros(len(here), np.uint64), np.array(sizes, np.uint64), True)
+
+
+def of_blocks(memories: Sequence[Memory], blocks: Any, count: int, owner: object, raw: bool) -> Values:
     """Value i is block ``blocks[i]`` of every tensor, in the tensors' order."""
     numbers = _integers("blocks", blocks)
     if len(numbers) != count:
@@ -107,6 +114,7 @@ def of_blocks(memories: Sequence[Memory], blocks: Any, count: int, owner: object
         np.arange(count + 1, dtype=np.int64) * tensors,
         np.full(count, sizes.sum(), np.uint64),
         owner,
+        raw,
     )
 
 
@@ -121,7 +129,9 @@ def of_buffers(buffers: Any, count: int, *, writable: bool = True) -> Values:
     one = count == 1 and type(buffers) is list and len(buffers) == 1 and type(buffers[0]) is np.ndarray
     if one and (plain := _plain(buffers[0], writable)):  # as below, but sooner
         sizes = np.array(plain[1:], np.uint64)
-        return Values(np.array(plain[:1], np.uint64), sizes, _NONE_BEFORE, _ONE, sizes, [buffers[0]])
+        return Values(
+            np.array(plain[:1], np.uint64), sizes, _NONE_BEFORE, _ONE, sizes, [buffers[0]], not _of_the_heap(buffers[0])
+        )
     if isinstance(buffers, Buffers):
         # Copies: the caller may use his arrays for something else while the values are moved.
         addresses, sizes = _words("addresses", buffers.addresses).copy(), _words("sizes", buffers.sizes).copy()
@@ -159,6 +169,7 @@ def _listed(buffers: Any, writable: bool) -> tuple[U64, U64, npt.NDArray[np.int6
     sizes: list[int] = []
     counts: list[int] = []
     owners: list[object] = []
+    raw = False
     if not isinstance(buffers, list | tuple):
         raise InvalidArgument(
             f"buffers is {shown(buffers)}: give a list with the segments of each value, or Buffers(...)"
@@ -171,8 +182,10 @@ def _listed(buffers: Any, writable: bool) -> tuple[U64, U64, npt.NDArray[np.int6
             if isinstance(segment, np.ndarray) and (plain := _plain(segment, writable)):
                 address, size = plain
                 owners.append(segment)
+                raw = raw or not _of_the_heap(segment)
             elif isinstance(segment, tuple) and len(segment) == 2 and all(type(word) is int for word in segment):
                 address, size = segment
+                raw = True
                 if not (0 < address <= LARGEST and 0 < size <= LARGEST_VALUE and address + size - 1 <= LARGEST):
                     raise InvalidArgument(
                         f"value {number} has a segment of {size} bytes at address {address}: sizes are 1 to 2**40, "
@@ -186,6 +199,7 @@ def _listed(buffers: Any, writable: bool) -> tuple[U64, U64, npt.NDArray[np.int6
                 if size == 0:
                     raise InvalidArgument(f"value {number} has an empty array")
                 owners.append(memory.owner)
+                raw = True
             addresses.append(address)
             sizes.append(size)
         counts.append(len(segments))
@@ -194,8 +208,18 @@ def _listed(buffers: Any, writable: bool) -> tuple[U64, U64, npt.NDArray[np.int6
         np.array(sizes, np.uint64),
         np.array(counts, np.int64),
         owners,
-        len(owners) < len(sizes),
+        raw,
     )
+
+
+def _of_the_heap(array: npt.NDArray[Any]) -> bool:
+    """Its memory is numpy's own, which is there as long as it is."""
+    base: Any = array
+    while isinstance(base, np.ndarray):
+        if base.flags.owndata:
+            return True
+        base = base.base
+    return False
 
 
 def _plain(array: npt.NDArray[Any], writable: bool) -> tuple[int, int] | None:
