@@ -137,14 +137,17 @@ def moved(bench: Bench, verb: str, shape: str, transport: str) -> Iterator[Row]:
             assert outcome.prefix == count, outcome
             return Value(total / seconds / 1e9, (time.process_time() + node.cpu_s() - cpu) / (total / 1e9))
 
-        def baseline(threads: int) -> Callable[[], Value]:
-            return lambda: Value(total / pair.limit(limit, threads).seconds / 1e9)
+        def baseline(threads: int, name: str = limit) -> Callable[[], Value]:
+            return lambda: Value(total / pair.limit(name, threads).seconds / 1e9)
 
         save()
         load()
         contenders = [Contender("kvferry", save if verb == "save" else load)]
         if limit == "memcpy":
             contenders.append(Contender(f"memcpy with {bench.threads} threads", baseline(bench.threads)))
+            if verb == "save":  # as its node reads memory that is its caller's own
+                raw = baseline(bench.threads, "attach")
+                contenders.append(Contender(f"process_vm_readv with {bench.threads} threads", raw))
         if not verified:
             ways = STORE_TCP if transport == "socket" else STORE_SAME_HOST
             contenders += stores.batches(stores.opened(bench, stack, ways, one_piece(total, size), count), verb, count)

@@ -23,6 +23,7 @@
 #include "../core/node.hpp"
 #include "../core/room.hpp"
 #include "../core/sentence.hpp"
+#include "../core/thread.hpp"
 #include "gil.hpp"
 
 namespace nb = nanobind;
@@ -424,9 +425,9 @@ nb::bytes checksums(const Words<std::uint64_t>& addresses, const Words<std::uint
   if (counted != segments || sizes.shape(0) != segments || seeds.shape(0) != values)
     throw Error(Kind::invalid_argument, sentence(segments, " addresses, ", sizes.shape(0), " sizes, ", seeds.shape(0), " seeds and ", values, " counts of ", counted, " segments do not go together"));
   std::vector<std::uint64_t> found(values);
-  {
-    const WithoutGil released;
-    for (std::size_t i = 0, at = 0; i < values; ++i) {
+  // Values [first, last), whose segments begin at `at`.
+  const auto take = [&](std::size_t first, std::size_t last, std::size_t at) {
+    for (std::size_t i = first; i < last; ++i) {
       Checksum checksum(seeds(i));
       for (const std::size_t end = at + static_cast<std::size_t>(counts(i)); at < end; ++at) {
         if (may_shrink)
@@ -436,6 +437,37 @@ nb::bytes checksums(const Words<std::uint64_t>& addresses, const Words<std::uint
       }
       found[i] = checksum.end();
     }
+  };
+  {
+    const WithoutGil released;
+    // Half of many bytes by another thread, if one is to be had: one core does not read as fast as the memory gives.
+    constexpr std::uint64_t shared_from = 8 << 20;
+    std::uint64_t total = 0, before = 0;
+    for (std::size_t i = 0; i < segments; ++i) total += sizes(i);
+    std::size_t middle = 0, at = 0;
+    for (; middle < values && before < total / 2; ++middle)
+      for (const std::size_t end = at + static_cast<std::size_t>(counts(middle)); at < end; ++at) before += sizes(at);
+    std::thread other;
+    std::exception_ptr failed;
+    if (total >= shared_from && middle < values && std::thread::hardware_concurrency() > 1) {
+      try {
+        other = start_thread("kvferry-sums", [&, at] {
+          try {
+            take(middle, values, at);
+          } catch (...) {
+            failed = std::current_exception();
+          }
+        });
+      } catch (const Error&) {  // no thread: all of it here
+      }
+    }
+    try {
+      take(0, other.joinable() ? middle : values, 0);
+    } catch (...) {
+      failed = std::current_exception();
+    }
+    if (other.joinable()) other.join();
+    if (failed) std::rethrow_exception(failed);
   }
   return bytes_of({reinterpret_cast<const std::uint8_t*>(found.data()), found.size() * sizeof(std::uint64_t)});
 }
