@@ -221,7 +221,6 @@ static void a_window_is_good_until_it_is_closed() {
       CHECK_ENDS(Kind::not_found, "for writing", pulled(*pair.here, pair.link, by_window(writable->name), *into.cache, blocks({2}, {0}), transports));
       const auto brief = registry.open_window(source->geometry.cache_id, units.data(), units.size(), Access::read, 20);
       const auto name = brief->name;
-      CHECK(pulled(*pair.here, pair.link, by_window(name), *into.cache, blocks({2}, {0}), transports).outcome.ok());
       CHECK(eventually([&] { return pair.there->statistics().windows == 1; }));
       CHECK_ENDS(Kind::not_found, "", pulled(*pair.here, pair.link, by_window(name), *into.cache, blocks({2}, {0}), transports));
       CHECK(registry.close_window(writable->name));

@@ -299,14 +299,14 @@ static void the_time_of_a_layer_counts_from_when_it_is_ready() {
   Pair pair;
   const Shape shape{"", 4, 3, 4096};
   Owned from(pair.here->registry(), shape), to(pair.there->registry(), shape);
-  const auto push = pair.here->push_layers(pair.link, from.id(), by_id(to.id()), whole(), {0, 1}, {0, 1}, 2, 50, any_transport);
+  const auto push = pair.here->push_layers(pair.link, from.id(), by_id(to.id()), whole(), {0, 1}, {0, 1}, 2, 1000, any_transport);
   push->start();
-  sleep_ms(80);
+  sleep_ms(1100);
   push->layer_ready(0);
-  sleep_ms(80);
+  sleep_ms(1100);
   CHECK(!push->done());
   push->layer_ready(1);
-  CHECK(push->wait(Deadline::after_ms(1000)) && push->result().outcome.ok());
+  CHECK(push->wait(Deadline::after_ms(5000)) && push->result().outcome.ok());
 }
 
 // A push that nobody has started, and one that has ended, may be forgotten after their node.

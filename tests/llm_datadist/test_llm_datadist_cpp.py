@@ -290,6 +290,56 @@ def test_two_copies_of_the_core_in_one_process_leave_each_other_alone(
 # --- misuse
 
 
+@pytest.mark.parametrize(("asks", "transports"), [("pull", "socket"), ("push", "socket"), ("push", "map,cma,socket")])
+def test_finalize_ends_what_another_thread_asks_of_a_peer_that_stands_still(
+    doors: Callable[..., Door],
+    cpp_there: Callable[..., Peer],
+    capfd: pytest.CaptureFixture[str],
+    asks: str,
+    transports: str,
+) -> None:
+    options = {"kvferry__transports": transports, "llm__SyncKvCacheWaitTime": "300000"}
+    there, here = cpp_there(9, **options), doors(2, **options)
+    far, near = there.call("register", SHAPE), here.register(SHAPE)
+    assert here.link_to(9, there.call("where")) == OK
+    mine = here.arrays[near]
+    here.fill(near)
+    statuses: list[int] = []
+
+    def ask() -> None:
+        if asks == "pull":
+            statuses.append(here.pull_blocks((9, far, 0), near, [0, 1], [2, 3]))
+        else:
+            statuses.append(here.push_blocks((9, far, 0), near, [0, 1], [2, 3]))
+
+    # Descriptions are answered before the peer stands still, so that bytes are what is waited for.
+    ask()
+    assert statuses.pop() == OK
+    for array in mine:
+        array[...] = 7
+    before = there.call("tensors", far)
+    capfd.readouterr()
+    there.stop()
+    asking, ending = threading.Thread(target=ask), threading.Thread(target=here.finalize)
+    asking.start()
+    time.sleep(0.3)
+    ending.start()
+    ending.join(60)
+    ended_first = not ending.is_alive()
+    for array in mine:  # the caller's own again
+        array[...] = 8
+    there.cont()
+    ending.join(60)
+    asking.join(60)
+    told = capfd.readouterr().err
+    assert ended_first
+    assert statuses == [int(LLMStatusCode.LLM_FAILED)]
+    assert "closed" in told or "finalized" in told, told  # and not because the peer is given up as lost
+    assert all((array == 8).all() for array in mine)
+    for now, then in zip(there.call("tensors", far), before, strict=True):
+        assert ((now == then) | (now == 7)).all()
+
+
 def test_a_peer_that_dies_amid_pulls_ends_them_and_what_came_is_whole(
     doors: Callable[..., Door], cpp_there: Callable[..., Peer]
 ) -> None:

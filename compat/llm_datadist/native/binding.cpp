@@ -188,10 +188,10 @@ NB_MODULE(_rules, m) {
 
   m.def("layer_tensors", &layer_tensors, "layers"_a, "tensors_per_layer"_a);
   m.def("element_bits", &element_bits, "data_type"_a);
-  m.def("unit_geometry", [](std::uint64_t num_tensors, const std::vector<std::int64_t>& shape, std::uint64_t element_bits) {
-    const auto geometry = unit_geometry(num_tensors, shape, element_bits);
+  m.def("unit_geometry", [](std::uint64_t num_tensors, const std::vector<std::int64_t>& shape, std::int64_t data_type) {
+    const auto geometry = unit_geometry(num_tensors, shape, data_type);
     return std::pair(geometry.unit_bytes, geometry.count);
-  }, "num_tensors"_a, "shape"_a, "element_bits"_a);
+  }, "num_tensors"_a, "shape"_a, "data_type"_a);
   m.def("check_addresses", &check_addresses, "given"_a, "num_tensors"_a, "one_is_0"_a);
   m.def("check_size", &check_size, "size"_a);
   m.def("check_row", [](const std::string& name, std::uint64_t row, std::uint64_t count) { check_row(name, row, count); }, "name"_a, "row"_a, "count"_a);

@@ -32,6 +32,10 @@ std::string shown(const std::vector<std::int64_t>& shape) {
   return out + "]";
 }
 
+std::string type_name(std::int64_t data_type) {  // of those whose elements are no whole bytes
+  return data_type == 29 ? "DT_INT4" : said("data type ", data_type);
+}
+
 // Nothing for a range that is left out.
 std::optional<Layers> given(const char* name, Inclusive range) {
   if (range.first < -1 || range.last < -1 || range.first > range.last)
@@ -94,21 +98,25 @@ std::vector<std::int64_t> layer_tensors(const std::vector<std::int64_t>& layers,
   return tensors;
 }
 
-UnitGeometry unit_geometry(std::uint64_t num_tensors, const std::vector<std::int64_t>& shape, std::uint64_t element_bits) {
+UnitGeometry unit_geometry(std::uint64_t num_tensors, const std::vector<std::int64_t>& shape, std::int64_t data_type) {
+  const auto element = element_bits(data_type);
+  if (!element) broken(data_type, " is no data type with a size");
   if (num_tensors < 1) broken("num_tensors is 0");
   if (shape.empty() || shape.size() > most_dims) broken("shape has ", shape.size(), " dimensions, not 1 to ", most_dims);
   for (const auto dim : shape)
     if (dim <= 0) broken("shape ", shown(shape), " has a dimension that is not positive");
-  unsigned __int128 bits = element_bits;
+  unsigned __int128 bits = *element;
   constexpr auto most = static_cast<unsigned __int128>(std::numeric_limits<std::int64_t>::max());
   for (const auto dim : shape) {
     bits *= static_cast<std::uint64_t>(dim);
     if ((bits + 7) / 8 > most) broken("a tensor of shape ", shown(shape), " has more than 2^63-1 bytes");
   }
   const auto count = static_cast<std::uint64_t>(shape[0]);
-  const auto unit_bytes = static_cast<std::uint64_t>((bits + 7) / 8) / count;
-  if (unit_bytes == 0) broken("a row or block of shape ", shown(shape), " has less than a byte");
-  return {unit_bytes, count};
+  const auto bytes = static_cast<std::uint64_t>((bits + 7) / 8);  // as the vendor counts: rounded up by the tensor
+  if (bytes % count != 0)  // only of DT_INT4; what is moved is whole rows and blocks
+    broken("a tensor of shape ", shown(shape), " of ", type_name(data_type), " has ", bytes, " bytes, which are not ", count,
+           " rows or blocks of whole bytes: give each an even number of elements");
+  return {bytes / count, count};
 }
 
 PullLayers pull_layers(std::optional<Layers> source, std::optional<Layers> destination, std::uint32_t num_tensors,

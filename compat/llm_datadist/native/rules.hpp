@@ -199,7 +199,8 @@ std::optional<std::uint32_t> element_bits(std::int64_t data_type);
 struct UnitGeometry {
   std::uint64_t unit_bytes = 0, count = 0;  // of each tensor: dim 0 counts, whatever the batch dimension is
 };
-UnitGeometry unit_geometry(std::uint64_t num_tensors, const std::vector<std::int64_t>& shape, std::uint64_t element_bits);
+// RuleError also for a type without a size, and for rows that are no whole number of bytes.
+UnitGeometry unit_geometry(std::uint64_t num_tensors, const std::vector<std::int64_t>& shape, std::int64_t data_type);
 
 // What a call may say of caches and rows; RuleError.
 void check_addresses(std::size_t given, std::uint64_t num_tensors, bool one_is_0);

@@ -151,6 +151,13 @@ Instance::Instance(std::uint64_t cluster_id, const rules::EngineOptions& options
   });
 }
 
+void Instance::end_transfers() noexcept {
+  try {
+    node_.close();
+  } catch (const kvferry::Error&) {  // the kernel holds a copy: the destructor closes once more, and says it
+  }
+}
+
 Instance::~Instance() {
   {
     const std::lock_guard lock(mutex_);
@@ -198,6 +205,7 @@ void Instance::move_listener(const std::optional<rules::ListenAt>& wanted) {
 
 Instance::Link Instance::link_to(std::uint64_t cluster_id) {
   const std::lock_guard lock(mutex_);
+  if (node_.closed()) throw kvferry::Error(Kind::closed, "llm datadist is being finalized");
   if (auto link = book_.known(cluster_id)) return *std::move(link);
   auto found = book_.to(cluster_id, node_.links());
   if (!found.answer.ok()) throw Refused(found.answer.status, found.answer.why);
@@ -296,9 +304,7 @@ namespace {
 rules::UnitGeometry geometry_of(const CacheDesc& desc) {
   if (desc.placement != CachePlacement::kHost && desc.placement != CachePlacement::kDevice)
     throw rules::RuleError(said(static_cast<std::uint32_t>(desc.placement), " is no placement"));
-  const auto bits = rules::element_bits(desc.data_type);
-  if (!bits) throw rules::RuleError(said(static_cast<std::int64_t>(desc.data_type), " is no data type with a size"));
-  return rules::unit_geometry(desc.num_tensors, desc.shape, *bits);
+  return rules::unit_geometry(desc.num_tensors, desc.shape, static_cast<std::int64_t>(desc.data_type));
 }
 
 }  // namespace

@@ -46,6 +46,8 @@ class Instance {
   ~Instance();
   Instance(const Instance&) = delete;
   Instance& operator=(const Instance&) = delete;
+  // Also beside other calls, which are Kind::closed from then on. The destructor, which nothing runs beside, ends the rest.
+  void end_transfers() noexcept;
 
   // The outcome of each cluster, in order; several are worked on at a time.
   std::vector<rules::Answer> link(const std::vector<Cluster>& clusters, std::int64_t timeout_ms);

@@ -39,7 +39,8 @@ Status guarded(const char* function, std::string_view call, Work&& work) {
   } catch (const rules::TooLittleLeft& error) {
     return ended(function, LLM_OUT_OF_MEMORY, error.what());
   } catch (const kvferry::Error& error) {
-    return ended(function, status_of(error, call), sentence_of(error));
+    // Whatever the call: what Finalize ends is answered as what comes after it.
+    return ended(function, error.outcome().kind == kvferry::Kind::closed ? LLM_FAILED : status_of(error, call), sentence_of(error));
   } catch (const std::bad_alloc&) {
     return ended(function, LLM_OUT_OF_MEMORY, "this process has no memory left for what was asked for");
   } catch (const std::length_error&) {
@@ -116,6 +117,10 @@ class LlmDataDist::Impl {
       return;
     }
     ending_.fetch_add(1);  // threads that go on calling would keep it waiting
+    {
+      const std::shared_lock lock(mutex_);  // beside the calls that run, whose transfers end
+      if (instance_) instance_->end_transfers();
+    }
     {
       const std::unique_lock lock(mutex_);
       instance_.reset();

@@ -297,6 +297,19 @@ void caches_can_be_allocated_and_copied() {
   CHECK_STATUS(LLM_SUCCESS, a.datadist.AllocateCache(large, untouched));
 }
 
+void rows_of_no_whole_bytes_are_refused() {
+  Side a(1, {{"llm.MemPoolConfig", "{\"memory_size\": 1048576}"}});
+  Memory mine(1);
+  Cache made;
+  for (const auto &shape : std::vector<std::vector<int64_t>>{{4, 3}, {2}, {3, 1, 5}, {4, 6}, {1, 3}}) {
+    const Status expected = shape[0] == 1 || shape.back() == 6 ? LLM_SUCCESS : LLM_PARAM_INVALID;
+    mine.cache.cache_desc.data_type = DT_INT4;
+    mine.cache.cache_desc.shape = shape;
+    const auto registered = a.add(mine), allocated = a.datadist.AllocateCache(mine.cache.cache_desc, made);
+    CHECK(registered == expected && allocated == expected);
+  }
+}
+
 void a_forked_child_is_told() {
   Side a(1);
   Memory mine;
@@ -323,6 +336,7 @@ int main() {
   an_instance_may_link_to_itself_and_not_pull_from_itself();
   links_go_over_ipv6();
   caches_can_be_allocated_and_copied();
+  rows_of_no_whole_bytes_are_refused();
   a_forked_child_is_told();
   return sides::failures == 0 ? 0 : 1;
 }

@@ -5,28 +5,33 @@ using namespace llm_datadist::rules;
 using Numbers = std::vector<std::int64_t>;
 
 static const auto none = std::nullopt;
+static constexpr std::int64_t float16 = 1, int8 = 2, int4 = 29;  // the vendor's numbers of types
 
 static void layers_are_neighbouring_tensors() {
   CHECK(layer_tensors({1, 0}, 2) == Numbers{2, 3, 0, 1} && layer_tensors({}, 2).empty());
 }
 
 static void dim_0_counts_and_the_rest_is_a_unit() {
-  const auto geometry = unit_geometry(2, {4, 3, 5}, 16);
-  CHECK(geometry.unit_bytes == 30 && geometry.count == 4 && unit_geometry(1, Numbers(31, 1), 8).unit_bytes == 1);
-  CHECK(unit_geometry(1, {std::int64_t{1} << 62}, 8).count == std::uint64_t{1} << 62);
-  CHECK_FAILS(RuleError, "num_tensors", unit_geometry(0, {1}, 8));
-  CHECK_FAILS(RuleError, "32 dimensions", unit_geometry(1, Numbers(32, 1), 8));
-  CHECK_FAILS(RuleError, "0 dimensions", unit_geometry(1, {}, 8));
-  for (const auto& shape : {Numbers{4, 0}, Numbers{-1, 8}}) CHECK_FAILS(RuleError, "not positive", unit_geometry(1, shape, 8));
+  const auto geometry = unit_geometry(2, {4, 3, 5}, float16);
+  CHECK(geometry.unit_bytes == 30 && geometry.count == 4 && unit_geometry(1, Numbers(31, 1), int8).unit_bytes == 1);
+  CHECK(unit_geometry(1, {std::int64_t{1} << 62}, int8).count == std::uint64_t{1} << 62);
+  CHECK_FAILS(RuleError, "num_tensors", unit_geometry(0, {1}, int8));
+  CHECK_FAILS(RuleError, "32 dimensions", unit_geometry(1, Numbers(32, 1), int8));
+  CHECK_FAILS(RuleError, "0 dimensions", unit_geometry(1, {}, int8));
+  for (const auto& shape : {Numbers{4, 0}, Numbers{-1, 8}}) CHECK_FAILS(RuleError, "not positive", unit_geometry(1, shape, int8));
   for (const auto& shape : {Numbers{1LL << 40, 1LL << 30}, Numbers{2, 1LL << 62}, Numbers{1, 1LL << 62, 1LL << 62}})
-    CHECK_FAILS(RuleError, "2^63-1", unit_geometry(1, shape, 8));
+    CHECK_FAILS(RuleError, "2^63-1", unit_geometry(1, shape, int8));
 }
 
 static void elements_of_half_a_byte_are_rounded_up_by_the_tensor() {
   CHECK(element_bits(3) == 32u && element_bits(27) == 16u && element_bits(29) == 4u && element_bits(13) == 128u);
   for (const std::int64_t none : {-1, 5, 28, 99}) CHECK(!element_bits(none));
-  CHECK(unit_geometry(1, {4, 6}, 4).unit_bytes == 3 && unit_geometry(1, {2, 3}, 4).unit_bytes == 1 && unit_geometry(1, {1, 3}, 4).unit_bytes == 2);
-  CHECK_FAILS(RuleError, "less than a byte", unit_geometry(1, {4}, 4));
+  for (const std::int64_t none : {-1, 5, 28, 99}) CHECK_FAILS(RuleError, "no data type with a size", unit_geometry(1, {2}, none));
+  CHECK(unit_geometry(1, {4, 6}, int4).unit_bytes == 3 && unit_geometry(1, {4, 3, 2}, int4).unit_bytes == 3);
+  CHECK(unit_geometry(1, {1, 3}, int4).unit_bytes == 2 && unit_geometry(1, {1}, int4).unit_bytes == 1);  // the only row is the tensor
+  CHECK_FAILS(RuleError, "shape [4, 3] of DT_INT4 has 6 bytes, which are not 4 rows", unit_geometry(1, {4, 3}, int4));
+  for (const auto& shape : {Numbers{2, 3}, Numbers{3, 3}, Numbers{5, 3}, Numbers{2}, Numbers{4}, Numbers{4, 1, 7}})
+    CHECK_FAILS(RuleError, "whole bytes", unit_geometry(1, shape, int4));
 }
 
 static void what_a_call_may_say() {

@@ -12,7 +12,7 @@ from typing import Any
 
 from llm_datadist import _rules
 from llm_datadist.cache import Cache, CacheDesc, MemInfo
-from llm_datadist.data_type import DataType, dtype_to_size_bytes
+from llm_datadist.data_type import DataType
 from llm_datadist.enums import Memtype, Placement
 from llm_datadist.keys import NO_ID, BlocksCacheKey, CacheKey
 from llm_datadist.status import raise_if_false
@@ -52,8 +52,7 @@ def description(cache_desc: CacheDesc) -> None:
 def geometry(cache_desc: CacheDesc) -> tuple[int, int]:
     """(bytes of one row or block, how many) of each tensor."""
     with rules_as_exceptions():
-        bits = 8 * dtype_to_size_bytes[cache_desc.data_type]
-        return _rules.unit_geometry(cache_desc.num_tensors, cache_desc.shape, bits)
+        return _rules.unit_geometry(cache_desc.num_tensors, cache_desc.shape, cache_desc.data_type.value)
 
 
 def addresses(cache_desc: CacheDesc, addrs: list[int], exact: bool) -> None:

@@ -28,7 +28,8 @@ class LLM_DATADIST_API LlmDataDist {
 
   // Starts the instance, with OPTION_DEVICE_ID at least. A second call does nothing and succeeds.
   Status Initialize(const std::map<AscendString, AscendString> &options);
-  // Ends links and caches; when it returns nobody's bytes move in registered memory any more. Initialize may follow.
+  // Ends links and caches, and transfers of other threads, which answer LLM_FAILED; when it returns nobody's bytes move in
+  // registered memory any more. Initialize may follow.
   void Finalize();
   // Role is a label; the listener moves to where OPTION_LISTEN_IP_INFO says, and closes without it.
   Status SetRole(LlmRole role, const std::map<AscendString, AscendString> &options = {});
@@ -36,16 +37,17 @@ class LLM_DATADIST_API LlmDataDist {
   // `rets`: the outcome of each cluster, in order. The status is that of the last one that failed. The timeout is that of each
   // link; 16 are made at a time.
   Status LinkLlmClusters(const std::vector<ClusterInfo> &clusters, std::vector<Status> &rets, int32_t timeout_in_millis = 1000);
-  // Together with the peer, or by `force_flag` on this side alone. Transfers in flight are waited for.
+  // Together with the peer, or by `force_flag` on this side alone. Transfers in flight are waited for, or ended if forced.
   Status UnlinkLlmClusters(const std::vector<ClusterInfo> &clusters, std::vector<Status> &rets, int32_t timeout_in_millis = 1000,
                            bool force_flag = false);
 
   // Memory of the caller's, one address for each tensor, usable by rows and by blocks. Only transfers touch it.
   Status RegisterKvCache(const CacheDesc &cache_desc, const std::vector<uint64_t> &addrs, const RegisterCfg &cfg, int64_t &cache_id);
-  // When it returns nobody's bytes move there any more. An unknown id is fine; that of an allocated cache gives its memory back.
+  // When it returns nobody's bytes move there any more. An unknown id is fine, and so is that of an allocated cache: nothing happens.
   Status UnregisterKvCache(int64_t cache_id);
   // Memory of the pool that option "llm.MemPoolConfig" (kHost: "llm.HostMemPoolConfig") has made, which peers on this host map.
   Status AllocateCache(const CacheDesc &cache_desc, Cache &cache);
+  // Gives the memory back. An unknown id is fine, and so is that of a registered cache: nothing happens.
   Status DeallocateCache(int64_t cache_id);
 
   // A row of the cache at `src_cache_index` into row `batch_index`: its first `size` bytes of each tensor, -1: as many as a
