@@ -154,3 +154,44 @@ def test_ended_futures_are_not_kept(open_cc: Callable[..., Any]) -> None:
     for _ in range(3 * KEEP_UNPOLLED):
         cc.async_load(**CHUNKS, option=OPTION).result()
     assert len(cc._in_flight) <= KEEP_UNPOLLED
+
+
+def test_a_future_that_comes_while_ended_ones_are_forgotten_is_not(open_cc: Callable[..., Any], fake: FakePool) -> None:
+    """One thread's request is on its way into the list while another thread makes the new list without the ended ones."""
+    cc = open_cc(v1_config())
+    cc.register_kvcache(kv_cache())
+    begun, go_on, noted = threading.Event(), threading.Event(), threading.Event()
+
+    class Kept(list[Any]):
+        def __iter__(self) -> Any:
+            yield from list.__iter__(self)
+            go_on.set()  # every future has been looked at, and the list is still the old one
+            noted.wait(0.5)
+
+        def append(self, future: Any) -> None:
+            super().append(future)
+            if go_on.is_set():
+                noted.set()
+
+    cc._in_flight = Kept()
+    cc._look_at = 1
+    start = cc._start
+
+    def slow_start(*arguments: Any, **more: Any) -> Any:
+        future = start(*arguments, **more)
+        begun.set()
+        go_on.wait(10)
+        return future
+
+    fake.hold = True
+    cc._start = slow_start
+    other = threading.Thread(target=lambda: cc.async_load(**CHUNKS, option=OPTION))
+    other.start()
+    assert begun.wait(10)
+    cc._start = start
+    fake.hold = False
+    cc.async_load(**CHUNKS, option=OPTION)
+    other.join(10)
+    assert go_on.is_set()
+    with refused("in flight"):
+        cc.register_kvcache(kv_cache())

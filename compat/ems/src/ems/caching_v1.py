@@ -135,7 +135,8 @@ class ContextCache_v1(ContextCaching):
             if wait:
                 future.result()
             else:
-                self._in_flight.append(future)
+                with self._lock:  # or whoever forgets the ended ones meanwhile forgets this one too
+                    self._in_flight.append(future)
         return future
 
     @contextmanager
