@@ -673,6 +673,7 @@ def test_resolve_refuses_what_is_no_address_and_says_where_it_stands(
         ({"members": 7}, "members"),
         ({"memory": "much"}, "memory='much' is no size"),
         ({"idle_s": 0}, "idle_s=0"),
+        ({"idle_s": 2e6}, "idle_s=2000000.0"),  # which a node could not be told
         ({"idle_s": "soon"}, "idle_s"),
     ],
 )
@@ -800,6 +801,27 @@ def test_a_node_that_was_started_by_hand_is_the_one_of_ones_own(home: Home, peer
         assert "copies    0, of 0 bytes, of what other nodes own" in seen.stdout
         assert command("pool", "stop").returncode == 0
         assert node.wait(15) == 0
+
+
+def test_a_node_that_was_started_by_hand_takes_what_the_configuration_says_unless_it_is_told(home: Home) -> None:
+    path = home.configure(memory="64MiB", idle_s=3600)
+    for options, memory, idle in ([], "64.0 MiB", 3600), (["--memory", "6MiB", "--idle-s", "60"], "6.0 MiB", 60):
+        words = [sys.executable, "-m", "kvferry.cli", "pool", "serve", *options]
+        with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as node:
+            try:
+                assert node.stdout is not None
+                line = node.stdout.readline()
+                assert line.startswith(f"kvferry pool node at {home.address}: {memory} at most, process {node.pid}; ")
+                assert embedded.status().idle_s == idle
+            finally:
+                node.terminate()
+        assert node.returncode == 0
+    path.write_text("{")
+    refused = command("pool", "serve", "--idle-s", "0.1")
+    assert (refused.returncode, refused.stdout, refused.stderr.count("\n")) == (1, "", 1)
+    assert refused.stderr.startswith(f"kvferry pool serve: {path}: ")
+    listen = ["--listen", f"unix:{home.root}/other.sock", "--memory", "64MiB", "--idle-s", "0.1"]
+    assert command("pool", "serve", *listen).returncode == 0  # of which the file says nothing
 
 
 # --- the command ----------------------------------------------------------------------------------------------------

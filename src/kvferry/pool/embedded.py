@@ -38,6 +38,7 @@ from kvferry.threads import start_thread
 
 __all__ = ["NodeStatus", "claim", "ensure", "find", "fitting_memory", "is_own", "start_or_find", "status", "stop"]
 
+IDLE_S = 900.0  # after which a node that a process has started leaves, unless the configuration file says otherwise
 LEAST_BYTES = 16 << 20  # with less there is no node
 LOOK_S = 0.005  # between two looks at the socket, growing to LOOK_MOST_S
 LOOK_MOST_S = 0.05
@@ -224,8 +225,9 @@ def _start(seat: Seat, chosen: Settings, program: Sequence[str], deadline: float
         memory = fitting_memory(chosen.memory)
         seat.count_start(lock)
         log = _fresh_log(seat)
-        state = {"memory_bytes": memory, "idle_s": chosen.idle_s, "log": log, "started": time.time()}
-        arguments = ["--listen", seat.address, "--memory", str(memory), "--idle-s", f"{chosen.idle_s:g}"]
+        idle_s = chosen.idle_s or IDLE_S
+        state = {"memory_bytes": memory, "idle_s": idle_s, "log": log, "started": time.time()}
+        arguments = ["--listen", seat.address, "--memory", str(memory), "--idle-s", f"{idle_s:g}"]
         with contextlib.suppress(FileNotFoundError):  # of a node that was killed: nobody listens there
             if stat.S_ISSOCK(os.lstat(seat.socket).st_mode):
                 os.unlink(seat.socket)

@@ -29,6 +29,7 @@ __all__ = [
 
 OWN: Literal["own"] = "own"
 LONGEST_SOCKET_PATH = 107  # bytes: the kernel's sockaddr_un holds one more, a zero
+LONGEST_S = 1_000_000.0  # that a node may be told to wait
 LOG_BYTES = 1 << 20  # from then on a starting node begins a new log and keeps one old one
 
 
@@ -38,7 +39,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     members: str | list[str] = OWN  # as KVFERRY_POOL, or a list of addresses
     secret_file: str | None = None  # holds what links to these members must know
     memory: str | int | None = None  # the most that a node of your own may take, such as "8GiB"
-    idle_s: float = 900.0  # after which a node of your own leaves
+    idle_s: float | None = None  # after which a node of your own leaves
 
 
 def resolve(members: str | Sequence[str] | None) -> list[str] | Literal["private", "own"] | None:
@@ -96,8 +97,8 @@ def settings() -> Settings:
         found = msgspec.json.decode(written, type=Settings)
         if found.memory is not None:
             parse_size("memory", found.memory)
-        if not 0 < found.idle_s < 1e9:
-            raise InvalidArgument(f"idle_s={found.idle_s} is no time above 0 in seconds")
+        if found.idle_s is not None and not 0 < found.idle_s <= LONGEST_S:
+            raise InvalidArgument(f"idle_s={found.idle_s} is no time above 0 and up to {LONGEST_S:.0f} in seconds")
     except (msgspec.MsgspecError, InvalidArgument) as error:
         raise InvalidArgument(f"{path}: {error}") from None
     return found

@@ -11,13 +11,13 @@ import sys
 from collections.abc import Callable, Sequence
 
 from kvferry.errors import InvalidArgument, KvferryError
-from kvferry.options import LARGEST, parse_place, parse_size
+from kvferry.options import LARGEST, format_size, parse_place, parse_size
 from kvferry.pool import places
 from kvferry.pool.eviction import POLICIES
+from kvferry.pool.places import LONGEST_S
 
 __all__ = ["add_options", "main", "seconds", "serve", "whole_number"]
 
-LONGEST_S = 1_000_000.0
 LEAST_BYTES, MOST_BYTES = 1 << 12, 1 << 62
 
 
@@ -35,13 +35,19 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="unix:/path/to.sock or host:port; left out, this is the pool node of your own",
     )
     parser.add_argument(
-        "--memory", type=_size, help="the most it may take, as in 8GiB; left out, a quarter of what is free"
+        "--memory",
+        type=_size,
+        help="the most it may take, as in 8GiB; left out, a quarter of what is free, and for the node of your own at most "
+        "the configuration file's memory",
     )
     parser.add_argument(
         "--segment", type=_size, default=256 << 20, help="memory is taken and given back in such pieces (256MiB)"
     )
     parser.add_argument(
-        "--idle-s", type=seconds(above=True), help="leave after so long without a client; left out, never"
+        "--idle-s",
+        type=seconds(above=True),
+        help="leave after so long without a client; left out, never, or for the node of your own after the configuration "
+        "file's idle_s",
     )
     parser.add_argument("--policy", choices=POLICIES, help="what goes when room is needed; see docs/pool.md")
     parser.add_argument(
@@ -63,10 +69,12 @@ def serve(chosen: argparse.Namespace) -> int:
     logging.getLogger("kvferry.pool").setLevel(logging.INFO)
     lock = None
     try:
-        memory = chosen.memory or embedded.fitting_memory()
         listen = chosen.listen
+        said = places.settings() if listen is None else places.Settings()  # the file is about the user's own node alone
+        memory = chosen.memory or embedded.fitting_memory(said.memory)
+        idle_s = chosen.idle_s or said.idle_s
         if listen is None:
-            listen, lock = embedded.claim(memory, chosen.idle_s)
+            listen, lock = embedded.claim(memory, idle_s)
         node = PoolNode(
             listen,
             memory,
@@ -80,11 +88,11 @@ def serve(chosen: argparse.Namespace) -> int:
                 signal.signal(number, lambda *_: node.stop())
             signal.siginterrupt(signal.SIGTERM, True)
             sys.stdout.write(
-                f"kvferry pool node at {node.address}: {node.capacity_bytes / 2**30:.2f} GiB at most, process {os.getpid()}; "
+                f"kvferry pool node at {node.address}: {format_size(node.capacity_bytes)} at most, process {os.getpid()}; "
                 f"stop it with SIGTERM{' or `kvferry pool stop`' if embedded.is_own(node.address) else ''}\n"
             )
             sys.stdout.flush()
-            node.run(chosen.idle_s)
+            node.run(idle_s)
         finally:
             node.close()
     except KvferryError as error:
