@@ -342,7 +342,10 @@ class Pool:
         self._awake()
         if self._closed:
             raise NodeClosed("the pool is closed")
-        may_shrink = self._may_shrink(extents(memories), False)
+        try:
+            may_shrink = self._may_shrink(extents(memories), False)
+        except InvalidArgument:  # it lies in another process, say: only whoever moves it here is told
+            may_shrink = True
         with self._lock:
             space = self._space
             mine = Space(space.namespace, space.domain, fingerprint, space.quota_bytes)
