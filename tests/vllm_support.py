@@ -55,10 +55,9 @@ class Engine:
         self.llm = LLM(
             model=str(model),
             skip_tokenizer_init=True,
-            dtype="float32",
             enforce_eager=True,
             disable_log_stats=False,
-            **{"block_size": BLOCK, "max_model_len": 2048, "max_num_seqs": 8} | options,
+            **{"dtype": "float32", "block_size": BLOCK, "max_model_len": 2048, "max_num_seqs": 8} | options,
             kv_transfer_config=None if config is None else KVTransferConfig(**config),
         )
 

@@ -30,10 +30,8 @@ __all__ = ["KvferryConnector"]
 
 log = logging.getLogger("kvferry.vllm")
 
-# Groups of layers whose blocks hold all tokens, so that block i of a request is its tokens from i * block size on. MLA's do as
-# well; but after a pool hit vLLM's reference backend (0.32) has once given another answer than after computing, and until
-# that is understood they are not among these.
-_WHOLE = ("FullAttentionSpec",)
+# Groups of layers whose blocks hold all tokens, so that block i of a request is its tokens from i * block size on.
+_WHOLE = ("FullAttentionSpec", "MLAAttentionSpec")
 
 
 @dataclass
@@ -71,7 +69,7 @@ class KvferryConnector(KVConnectorBase_V1):
         transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
         settings = Settings.read(transfer.kv_connector_extra_config or {})
         self._settings = settings
-        self._blocks = _checked_blocks(kv_cache_config, parallel)
+        self._blocks = _checked_blocks(kv_cache_config, vllm_config)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         self._place: Place | None = None
@@ -247,8 +245,9 @@ def _step(output: Any) -> Step:
     return Step(scheduled, preempted, output.total_num_scheduled_tokens)
 
 
-def _checked_blocks(kv_cache_config: Any, parallel: Any) -> int:
+def _checked_blocks(kv_cache_config: Any, vllm_config: Any) -> int:
     """How many blocks the engine has. :raises Unsupported: its cache, or its way of sharing it out, is not handled here."""
+    parallel = vllm_config.parallel_config
     for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
         if int(getattr(parallel, name, 1) or 1) > 1:
             raise Unsupported(f"kvferry's connector does not handle {name} = {getattr(parallel, name)}: set it to 1")
@@ -266,6 +265,14 @@ def _checked_blocks(kv_cache_config: Any, parallel: Any) -> int:
         if kind not in _WHOLE:
             raise Unsupported(
                 f"this model's KV cache is a {kind}, and kvferry's connector handles {' and '.join(_WHOLE)}"
+            )
+        if kind == "MLAAttentionSpec" and not vllm_config.scheduler_config.enable_chunked_prefill:
+            # What vLLM's reference backend for MLA on the CPU computes behind a prefix is wrong. vLLM therefore switches chunked
+            # prefill and its own prefix cache off there, and asks connectors nevertheless.
+            raise Unsupported(
+                f"this model's KV cache is a {kind}, and vLLM computes its prompts in one piece here (chunked prefill is off), "
+                "so that nothing can follow blocks that come from elsewhere: run it without the connector, or on a CPU with AMX "
+                "in bfloat16"
             )
     return int(kv_cache_config.num_blocks)
 
