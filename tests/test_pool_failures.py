@@ -477,7 +477,7 @@ def test_what_nobody_waits_for_any_more_ends_at_once_also_before_it_has_come(
 
 # What is raised while something is finalised goes nowhere.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("verb", ["save", "load"])
+@pytest.mark.parametrize("verb", ["save", "load", "loads of one"])
 def test_a_call_that_a_signal_handler_ends_leaves_nothing_pending_and_nothing_in_use(nodes: Nodes, verb: str) -> None:
     class Enough(BaseException):
         pass
@@ -492,10 +492,12 @@ def test_a_call_that_a_signal_handler_ends_leaves_nothing_pending_and_nothing_in
         before = signal.signal(signal.SIGALRM, enough)
         try:
             for turn in range(120):
-                if verb == "load":
+                if verb != "save":
                     other.save(keys, buffers=rows_of(values), timeout_ms=10_000)
                 try:
                     signal.setitimer(signal.ITIMER_REAL, 0.0002 + turn % 40 * 0.00015)
+                    while verb == "loads of one":
+                        pool.load(keys[:1], buffers=[values[0]], timeout_ms=60_000)
                     getattr(pool, verb)(keys, buffers=rows_of(values), timeout_ms=60_000)
                     signal.setitimer(signal.ITIMER_REAL, 0)
                 except Enough:
@@ -1001,6 +1003,62 @@ def test_a_request_that_comes_after_its_end_was_told_is_a_time_out(nodes: Nodes)
         assert pool.save(["a"], buffers=[np.zeros(8, np.uint8)], timeout_ms=20_000).prefix == 1
 
 
+def test_one_value_is_loaded_as_it_would_be_among_others(nodes: Nodes) -> None:
+    """Most loads of one small value go a way of their own, which those that run beside their caller do not."""
+    size, saved = 4096, np.arange(4096, dtype=np.uint8)
+    node, gone = nodes(), nodes()
+    with kvferry.Pool.connect(node.address) as pool, kvferry.Pool.connect(gone.address) as lost:
+        for key in ("there", "removed"):
+            assert pool.save([key], buffers=[saved]).prefix == 1
+        assert pool.remove(["removed"]) == 1
+        pool.register(np.zeros((2, 8), np.uint8))  # whose values are others
+        gone.stop()
+
+        def seen(load: Callable[..., kvferry.Outcome]) -> list[Any]:
+            came: list[Any] = []
+            before = pool.statistics()
+            for keys, shape in (
+                (["there"], size),
+                ([b"there"], (2, size // 2)),
+                (np.frombuffer(b"there", np.uint8).reshape(1, -1), size),
+                (["there"], 8),  # another size
+                (["removed"], size),
+                (["never"], size),
+            ):
+                around = np.zeros((3, *np.empty(shape).shape), np.uint8)
+                outcome = load(pool, keys, buffers=[around[1]])
+                assert not around[0].any() and not around[2].any()
+                came.append((outcome.outcomes, outcome.size_bytes, around[1].tobytes() if outcome.prefix else b""))
+                assert outcome.seconds > 0
+            after = pool.statistics()
+            came.append({word: after[word] - before.get(word, 0) for word in after})
+            came.append(load(lost, ["there"], buffers=[np.zeros(size, np.uint8)]).outcomes)
+            return came
+
+        alone = seen(lambda pool, *given, **more: pool.load(*given, **more))
+        assert alone == seen(lambda pool, *given, **more: pool.load_async(*given, **more).wait(5000))
+        words = [what[0] for what in alone[:-2]]
+        assert words == [["hit"]] * 3 + [["size_mismatch"], ["removed"], ["never_saved"]]
+        assert [value for _, _, value in alone[:3]] == [saved.tobytes()] * 3
+        assert alone[-1] == ["node_lost"]
+
+        for refused in (np.zeros(size, np.uint8)[::2], np.zeros(0, np.uint8), np.zeros(4, object), read_only(size)):
+            with pytest.raises(kvferry.InvalidArgument):
+                pool.load(["there"], buffers=[refused])
+        for timeout in (-1, None, 1.5):
+            with pytest.raises(kvferry.InvalidArgument, match="timeout_ms"):
+                pool.load(["there"], buffers=[np.zeros(size, np.uint8)], timeout_ms=timeout)  # type: ignore[arg-type]
+        for keys in ([], [""], ["there", "there"], ["x" * 256], [7], "there"):
+            with pytest.raises(kvferry.InvalidArgument):
+                pool.load(keys, buffers=[np.zeros(size, np.uint8)])
+
+
+def read_only(size: int) -> Any:
+    array = np.zeros(size, np.uint8)
+    array.flags.writeable = False
+    return array
+
+
 def test_one_millisecond_is_enough_for_a_node_that_is_there(nodes: Nodes) -> None:
     with kvferry.Pool.connect(nodes().address) as pool:
         assert until(lambda: pool.exists(["a"], timeout_ms=1).outcomes == ["never_saved"])
@@ -1062,6 +1120,8 @@ def test_a_node_whose_answers_do_not_fit_is_as_one_that_is_gone(tmp_path: Any, w
         try:
             with kvferry.Pool.connect(address) as pool:
                 into = [np.zeros(8, np.uint8) for _ in range(3)]
+                one = pool.load(names(1), buffers=[np.zeros(8, np.uint8)])
+                assert set(one.outcomes) <= {"node_lost", "lease_lost"}, one
                 for verb in (
                     lambda: pool.exists(names(3)),
                     lambda: pool.exists_async(names(3)).wait(),

@@ -11,7 +11,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 from itertools import count
-from math import ceil
 from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
@@ -19,6 +18,7 @@ import msgspec
 from kvferry.errors import DeadlineExceeded, InvalidArgument, KvferryError
 from kvferry.options import LONGEST_MS
 from kvferry.pool import messages
+from kvferry.pool.moving import ms_left
 
 if TYPE_CHECKING:
     from kvferry.link import Link
@@ -54,6 +54,10 @@ class Space(msgspec.Struct, frozen=True):
     domain: bytes
     fingerprint: bytes
     quota_bytes: int | None
+
+    def without_geometry(self) -> "Space":
+        """The same for values that are bytes and nothing more."""
+        return self if not self.fingerprint else Space(self.namespace, self.domain, b"", self.quota_bytes)
 
 
 class _Line:
@@ -299,7 +303,7 @@ REACHING = _Reaching()
 
 
 def _ms_left(until: float) -> int:
-    left = ceil((until - time.monotonic()) * 1000)  # what is left of a millisecond counts as one
-    if left < 1:
+    left = ms_left(until)
+    if not left:
         raise Unreachable("timeout", "no time is left")
     return left

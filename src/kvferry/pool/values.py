@@ -15,7 +15,7 @@ from kvferry.arrays import Memory, recognise
 from kvferry.errors import InvalidArgument
 from kvferry.options import LARGEST, shown
 
-__all__ = ["Buffers", "Spans", "Values", "of_blocks", "of_buffers"]
+__all__ = ["Buffers", "Spans", "Values", "extents", "of_blocks", "of_buffers", "of_the_heap", "plain"]
 
 U64 = npt.NDArray[np.uint64]
 Spans = npt.NDArray[np.uint64]  # [n, 3]: offset in the node's segment, address here, bytes
@@ -118,20 +118,11 @@ def of_blocks(memories: Sequence[Memory], blocks: Any, count: int, owner: object
     )
 
 
-_NONE_BEFORE, _ONE = np.zeros(1, np.uint64), np.arange(2)
-
-
 def of_buffers(buffers: Any, count: int, *, writable: bool = True) -> Values:
     """Value i is ``buffers[i]``: a list of segments, each ``(address, size_bytes)`` or an array. Not ``writable``: they are only
     read, and numpy arrays may be read-only."""
     owner: object = buffers
     raw = True
-    one = count == 1 and type(buffers) is list and len(buffers) == 1 and type(buffers[0]) is np.ndarray
-    if one and (plain := _plain(buffers[0], writable)):  # as below, but sooner
-        sizes = np.array(plain[1:], np.uint64)
-        return Values(
-            np.array(plain[:1], np.uint64), sizes, _NONE_BEFORE, _ONE, sizes, [buffers[0]], not _of_the_heap(buffers[0])
-        )
     if isinstance(buffers, Buffers):
         # Copies: the caller may use his arrays for something else while the values are moved.
         addresses, sizes = _words("addresses", buffers.addresses).copy(), _words("sizes", buffers.sizes).copy()
@@ -179,10 +170,10 @@ def _listed(buffers: Any, writable: bool) -> tuple[U64, U64, npt.NDArray[np.int6
         if not segments:
             raise InvalidArgument(f"value {number} has no segment")
         for segment in segments:
-            if isinstance(segment, np.ndarray) and (plain := _plain(segment, writable)):
-                address, size = plain
+            if isinstance(segment, np.ndarray) and (where := plain(segment, writable)):
+                address, size = where
                 owners.append(segment)
-                raw = raw or not _of_the_heap(segment)
+                raw = raw or not of_the_heap(segment)
             elif isinstance(segment, tuple) and len(segment) == 2 and all(type(word) is int for word in segment):
                 address, size = segment
                 raw = True
@@ -212,7 +203,7 @@ def _listed(buffers: Any, writable: bool) -> tuple[U64, U64, npt.NDArray[np.int6
     )
 
 
-def _of_the_heap(array: npt.NDArray[Any]) -> bool:
+def of_the_heap(array: npt.NDArray[Any]) -> bool:
     """Its memory is numpy's own, which is there as long as it is."""
     base: Any = array
     while isinstance(base, np.ndarray):
@@ -222,7 +213,7 @@ def _of_the_heap(array: npt.NDArray[Any]) -> bool:
     return False
 
 
-def _plain(array: npt.NDArray[Any], writable: bool) -> tuple[int, int] | None:
+def plain(array: npt.NDArray[Any], writable: bool) -> tuple[int, int] | None:
     """Address and bytes of most arrays that come; of the others `recognise` says what is wrong, or what they are."""
     flags, size = array.flags, array.nbytes
     if (
