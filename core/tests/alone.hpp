@@ -88,7 +88,7 @@ class Scripted : public Operation {
   Script script_;
 };
 
-inline std::shared_ptr<Scripted> script(Alone& alone, Scripted::Script steps, std::int64_t timeout_ms = 5000) {
+inline std::shared_ptr<Scripted> script(Alone& alone, Scripted::Script steps, std::int64_t timeout_ms = 60'000) {
   return std::make_shared<Scripted>(alone, std::move(steps), timeout_ms);
 }
 
