@@ -754,6 +754,72 @@ def test_when_the_node_dies_its_values_are_misses_and_there_is_another(home: Hom
     assert other != pid
 
 
+class FullDisk:
+    """A file system of its own at ``path``, of 64 KiB and 64 files, all taken until :meth:`clear`."""
+
+    def __init__(self, path: Path, of: str) -> None:
+        self._path, self._of = path, of
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        options = "size=64k,nr_inodes=64,mode=0700"
+        command = ["mount", "-t", "tmpfs", "-o", options, "kvferry-test", path]
+        if subprocess.run(command, check=False, timeout=30).returncode:
+            pytest.skip("a file system cannot be mounted here")
+
+    def fill(self) -> None:
+        with contextlib.suppress(OSError):
+            if self._of == "bytes":
+                with open(self._path / "fill", "wb", buffering=0) as file:
+                    while file.write(b"x" * 4096):
+                        pass
+            else:
+                for number in range(100):
+                    (self._path / f"fill {number}").touch()
+
+    def clear(self) -> None:
+        for file in self._path.glob("fill*"):
+            file.unlink()
+
+    def close(self) -> None:
+        subprocess.run(["umount", "--lazy", self._path], check=True, timeout=30)
+
+
+@pytest.fixture
+def full_disk() -> "Iterator[Callable[[Path, str], FullDisk]]":
+    made: list[FullDisk] = []
+
+    def make(path: Path, of: str) -> FullDisk:
+        made.append(FullDisk(path, of))
+        return made[-1]
+
+    yield make
+    for disk in made:
+        disk.close()
+
+
+@root_only
+@pytest.mark.parametrize("of", ["bytes", "files"])
+@pytest.mark.parametrize("where", ["runtime", "state"])
+def test_a_full_disk_costs_misses_while_it_is_full_and_nothing_after(
+    home: Home, peers: Peers, full_disk: "Callable[[Path, str], FullDisk]", where: str, of: str
+) -> None:
+    disk = full_disk(getattr(home, where), of)
+    disk.fill()
+    client = peers(CLIENT)
+    client.call("connect")
+    assert client.call("load", ["a"])[0] in ("node_lost", "never_saved")
+    assert client.call("save", ["a"])[0] in ("node_lost", "saved")
+    if where == "state":  # the log lies elsewhere then
+        assert client.call("save", ["b"]) in (["saved"], ["present"])
+    disk.clear()
+    assert client.call("load_until", ["c"], ["never_saved"]) == ["never_saved"]
+    assert client.call("save", ["c"]) == ["saved"]
+    disk.fill()
+    assert client.call("load", ["c"]) == ["hit"]
+    assert client.call("save", ["d"]) == ["saved"]
+    assert embedded.status().state == "listening"
+    assert embedded.stop() == "stopped"
+
+
 @pytest.mark.parametrize(
     ("variable", "words", "outcome"),
     [("off", {}, "pool_off"), ("", {"start": False}, "node_lost"), ("private", {}, "never_saved")],

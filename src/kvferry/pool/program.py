@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 from kvferry.errors import InvalidArgument, KvferryError
 from kvferry.options import LARGEST, format_size, parse_place, parse_size
@@ -87,11 +88,12 @@ def serve(chosen: argparse.Namespace) -> int:
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, lambda *_: node.stop())
             signal.siginterrupt(signal.SIGTERM, True)
-            sys.stdout.write(
-                f"kvferry pool node at {node.address}: {format_size(node.capacity_bytes)} at most, process {os.getpid()}; "
-                f"stop it with SIGTERM{' or `kvferry pool stop`' if embedded.is_own(node.address) else ''}\n"
-            )
-            sys.stdout.flush()
+            with suppress(OSError):  # the log is on a disk that is full, say: the node serves all the same
+                sys.stdout.write(
+                    f"kvferry pool node at {node.address}: {format_size(node.capacity_bytes)} at most, process {os.getpid()}; "
+                    f"stop it with SIGTERM{' or `kvferry pool stop`' if embedded.is_own(node.address) else ''}\n"
+                )
+                sys.stdout.flush()
             node.run(idle_s)
         finally:
             node.close()
