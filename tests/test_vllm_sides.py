@@ -16,6 +16,7 @@ import kvferry
 from engine_support import BLOCK, Engine, Tensor, prompt
 from kvferry.connectors.vllm.orders import Report
 from kvferry.connectors.vllm.worker import place_of
+from kvferry.pool import messages
 from pool_support import NodeProcess, until
 
 pytestmark = pytest.mark.quick("what_one_engine", "preempted_request", "killed", "prefilled_request", "refused")
@@ -229,6 +230,36 @@ def test_a_pool_that_stands_still_costs_the_configured_wait_and_then_nothing(
     assert counted["tokens_missed:breaker"] >= 3 * 40, counted  # nobody waited for it any more
 
 
+def test_a_pool_that_wants_to_hear_another_secret_is_a_computation(tmp_path: Path) -> None:
+    (tmp_path / "right").write_text("between us")
+    (tmp_path / "wrong").write_text("between others")
+    node = NodeProcess("127.0.0.1:0", "64MiB", "--secret-file", f"{tmp_path}/right")
+    engines = [Engine(pool=node.address, node_secret_file=f"{tmp_path}/{name}") for name in ("right", "right", "wrong")]
+    try:
+        for engine, taken in zip(engines, (0, 40, 0), strict=True):
+            request = engine.run("a", prompt(22, 41))
+            engine.settle()
+            assert (request.taken, request.made) == (taken, 41 - taken)
+        assert engines[2].run("b", prompt(22, 41)).made == 41
+        assert engines[2].counted()["breaker:opened"] == 1
+    finally:
+        for engine in engines:
+            engine.close()
+        node.stop()
+
+
+def test_a_pool_of_another_version_is_a_computation(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, tokens = engines(), prompt(23, 41)
+    one.run("a", tokens)
+    one.settle()
+    monkeypatch.setattr(messages, "VERSION", messages.VERSION + 1)
+    other = engines()
+    for name in "bcd":
+        assert other.run(name, tokens).made == 41
+    other.settle()
+    assert other.counted()["breaker:opened"] == 1
+
+
 def test_values_that_vanish_between_look_and_load_are_computed(engines: Engines, node: NodeProcess) -> None:
     engine, tokens = engines(), prompt(20, 81)
     engine.run("a", tokens)
@@ -434,6 +465,18 @@ def test_a_prefill_that_was_restarted_costs_a_computation(engines: Engines) -> N
     assert decode.run("b", tokens, params=answer).made == 41
     again = engines(pool="off", handover=True)
     assert decode.run("c", tokens, params=prefilled(again, tokens)).taken == 41
+
+
+def test_an_instance_that_wants_to_hear_another_secret_costs_a_computation(engines: Engines, tmp_path: Path) -> None:
+    (tmp_path / "one").write_text("between us")
+    (tmp_path / "other").write_text("between others")
+    prefill, decode = (
+        engines(pool="off", handover=True, node_secret_file=f"{tmp_path}/{name}") for name in ("one", "other")
+    )
+    tokens = prompt(65, 41)
+    assert decode.run("b", tokens, params=prefilled(prefill, tokens)).made == 41
+    decode.settle()
+    assert decode.counted()["tokens_missed:refused"] == 41
 
 
 def test_an_instance_that_does_not_answer_costs_a_crowd_few_attempts(engines: Engines) -> None:

@@ -42,6 +42,7 @@ WORDS = {
     "CacheNotFound": "window_gone",
     "PeerLost": "peer_lost",
     "LinkFailed": "peer_lost",
+    "Refused": "refused",
 }
 
 

@@ -70,7 +70,7 @@ class Offer:
 @dataclass(slots=True)
 class Request:
     """``present[i]``: block i is in the pool, as far as is known; blocks before ``saved`` have been given to it or need not be.
-    ``loading``: the first block and their number, while blocks are filled."""
+    ``loading``: the first block and their number, while blocks are filled. ``digest``: of its prompt, if it is pushed."""
 
     asked: Asked
     wishes: Wishes
@@ -79,6 +79,7 @@ class Request:
     handed: Handed | None = None
     hands_over: bool = False
     pushed_as: str = ""
+    digest: str = ""
     keys: list[bytes] = field(default_factory=list)
     present: list[bool] = field(default_factory=list)
     why_absent: str = ""

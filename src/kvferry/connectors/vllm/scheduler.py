@@ -330,7 +330,9 @@ class SchedulerSide:
             request = self._requests.get(scheduled.id)
             if request is None:
                 continue
-            request.blocks = list(scheduled.blocks) if scheduled.all_blocks else request.blocks + scheduled.blocks
+            if scheduled.all_blocks:
+                request.blocks = []
+            request.blocks += scheduled.blocks
             if request.pushed_as:
                 self._send(request, scheduled.computed_after, orders)
             if storing:
@@ -341,9 +343,11 @@ class SchedulerSide:
         prompt, size = request.asked.prompt_tokens, self._block_tokens
         complete = computed >= prompt
         whole = -(-prompt // size) if complete else computed // size
-        digest = prompt_digest(request.asked.tokens[:prompt])
+        request.digest = request.digest or prompt_digest(request.asked.tokens[:prompt])
         blocks = request.blocks[: -(-prompt // size)]
-        orders.sends.append(Send(request.pushed_as, request.asked.id, blocks, whole, complete, request.model, digest))
+        orders.sends.append(
+            Send(request.pushed_as, request.asked.id, blocks, whole, complete, request.model, request.digest)
+        )
 
     def _save(self, request: Request, computed: int, orders: Orders, now: float) -> None:
         # Tokens that are not known yet (speculated ones, and those of a step still in flight) name no block.
