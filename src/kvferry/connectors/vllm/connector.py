@@ -267,12 +267,11 @@ def _checked_blocks(kv_cache_config: Any, vllm_config: Any) -> int:
                 f"this model's KV cache is a {kind}, and kvferry's connector handles {' and '.join(_WHOLE)}"
             )
         if kind == "MLAAttentionSpec" and not vllm_config.scheduler_config.enable_chunked_prefill:
-            # What vLLM's reference backend for MLA on the CPU computes behind a prefix is wrong. vLLM therefore switches chunked
-            # prefill and its own prefix cache off there, and asks connectors nevertheless.
+            # vLLM switches chunked prefill and its own prefix cache off for its reference backend for MLA on the CPU, and asks
+            # connectors nevertheless: hits would change answers there, as those of its own cache do when it is forced on.
             raise Unsupported(
                 f"this model's KV cache is a {kind}, and vLLM computes its prompts in one piece here (chunked prefill is off), "
-                "so that nothing can follow blocks that come from elsewhere: run it without the connector, or on a CPU with AMX "
-                "in bfloat16"
+                "and not behind blocks that are there: run it without the connector, or on a CPU with AMX in bfloat16"
             )
     return int(kv_cache_config.num_blocks)
 
