@@ -253,6 +253,31 @@ def both_ways(here: Side, there: "Peer | object") -> None:
     assert ask("pull_cache", (1, rows, 0), mixed) == int(LLMStatusCode.LLM_NOT_YET_LINK)
 
 
+@pytest.mark.parametrize("described", [0, 2, 400])
+def test_layers_that_a_push_names_are_the_caches_own_whatever_its_description_says(
+    doors: Callable[..., Door], described: int
+) -> None:
+    here, there = doors(1), doors(2)
+    mine, far = here.register(SHAPE), there.register(SHAPE)
+    here.fill(mine)
+    assert here.link_to(2, there.port) == OK
+    second = (1, 1, 1, 1, 2)
+    assert here.push_cache((2, far, 5), mine, 3, described, layers=second) == OK
+    assert here.push_blocks((2, far, 0), mine, [4], [6], described, layers=second) == OK
+    for number, (source, array) in enumerate(zip(here.tensors(mine), there.tensors(far), strict=True)):
+        wanted = array * 0
+        if number >= 2:
+            wanted[5], wanted[6] = source[3], source[4]
+        assert (array == wanted).all()
+    beyond = (2, 2, 0, 0, 2)
+    assert here.push_cache((2, far, 5), mine, 3, described, layers=beyond) == int(LLMStatusCode.LLM_PARAM_INVALID)
+    # By default as many are sent as the description counts.
+    sent = here.push_cache((2, far, 0), mine, 0, described)
+    assert sent == (OK if described == 2 else int(LLMStatusCode.LLM_PARAM_INVALID))
+    for number, (source, array) in enumerate(zip(here.tensors(mine), there.tensors(far), strict=True)):
+        assert (array[0] == source[0] * (number < described == 2)).all()
+
+
 def test_two_copies_of_the_core_in_one_process_leave_each_other_alone(
     start_here: Callable[..., Side], doors: Callable[..., Door]
 ) -> None:
@@ -404,6 +429,8 @@ MISUSE = [
     "door.set_role(1, {'llm.ListenIpInfo': 'x\\ny'})",
     "closed.initialize({})",
     "closed.initialize({'llm.DeviceId': '0', 'llm.TransferBackend': 'other'})",
+    "closed.initialize({'llm.DeviceId': '2147483648'})",
+    "closed.initialize({'llm.DeviceId': '0', 'llm.ListenIpInfo': '999.0.0.1:1'})",
     "closed.pull_cache((9, 1, 0), 1)",
     "closed.unregister(1)",
 ]

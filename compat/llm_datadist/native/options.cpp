@@ -25,6 +25,11 @@ bool all_digits(std::string_view text) {
   return !text.empty() && std::all_of(text.begin(), text.end(), [](char c) { return c >= '0' && c <= '9'; });
 }
 
+bool names_one_device(std::string_view text) {
+  std::int32_t device = 0;
+  return all_digits(text) && std::from_chars(text.data(), text.data() + text.size(), device).ec == std::errc{};
+}
+
 std::int64_t number(const Options& options, const char* name, std::int64_t otherwise, std::int64_t low, std::int64_t high) {
   const auto* text = find(options, name);
   if (text == nullptr) return otherwise;
@@ -114,7 +119,7 @@ Options completed(Options options, const std::string& role) {
 
 EngineOptions parse_options(const Options& options) {
   EngineOptions out;
-  if (const auto* device = find(options, option::device_id); device != nullptr && !all_digits(*device))
+  if (const auto* device = find(options, option::device_id); device != nullptr && !names_one_device(*device))
     refuse(option::device_id, " must name one device here, not '", *device, "'");
   if (const auto* backend = find(options, option::transfer_backend)) {
     if (*backend != "hixl") refuse(option::transfer_backend, " can only be 'hixl', not '", *backend, "'");
@@ -147,8 +152,9 @@ std::optional<std::pair<std::string, std::uint16_t>> cpp_listen(const Options& g
   const auto* listen = find(given, cpp_option::listen);
   if (listen == nullptr) return std::nullopt;
   try {
-    return parse_place(*listen);
-  } catch (const OptionError& error) {
+    const auto [host, port] = parse_place(*listen);
+    return std::pair(numeric_host(host), port);
+  } catch (const RuleError& error) {
     refuse(cpp_option::listen, ": ", error.what());
   }
 }
@@ -163,7 +169,7 @@ Options from_cpp(const Options& given) {
     if (const auto* value = find(given, name)) out[name] = *value;
   const auto* device = find(given, cpp_option::device_id);
   if (device == nullptr) refuse(cpp_option::device_id, " is required");
-  if (!all_digits(*device)) refuse(cpp_option::device_id, " must name one device, not '", *device, "'");
+  if (!names_one_device(*device)) refuse(cpp_option::device_id, " must name one device, not '", *device, "'");
   out[option::device_id] = *device;
   const auto place = cpp_listen(given);
   if (!place && find(given, option::transfer_backend) != nullptr) refuse(option::transfer_backend, " needs ", cpp_option::listen);

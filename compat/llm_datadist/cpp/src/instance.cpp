@@ -77,8 +77,10 @@ Ranges pulled(const KvCacheExtParam& layers, std::size_t num_tensors) {
   return {tensors_of(*ranges.source, width), tensors_of(*ranges.destination, width)};
 }
 
-Ranges pushed(const KvCacheExtParam& layers, std::uint32_t num_tensors) {
+// Layers that are named are the cache's own; by default as many are sent as the caller's description counts tensors for.
+Ranges pushed(const KvCacheExtParam& layers, std::uint32_t described, std::size_t registered) {
   const auto width = layers.tensor_num_per_layer;
+  const auto num_tensors = layers.src_layer_range.first < 0 ? described : static_cast<std::uint32_t>(registered);
   const auto [source, destination] = rules::push_layers(inclusive(layers.src_layer_range), inclusive(layers.dst_layer_range), num_tensors, width);
   return {tensors_of(source, width), tensors_of(destination, width)};
 }
@@ -429,8 +431,9 @@ void check_pusher(const Cache& source) {
 
 void Instance::push_row(const Cache& source, const CacheIndex& into, std::uint32_t row, const KvCacheExtParam& layers) {
   check_pusher(source);
-  const auto ranges = pushed(layers, source.cache_desc.num_tensors);
-  rules::check_row("src_batch_index", row, own(source.cache_id)->geometry.count);
+  const auto mine = own(source.cache_id);
+  const auto ranges = pushed(layers, source.cache_desc.num_tensors, mine->geometry.tensors.size());
+  rules::check_row("src_batch_index", row, mine->geometry.count);
   push(source, into, [&] { return kvferry::Moves::make_row(row, into.batch_index, -1, ranges.source, ranges.destination); });
 }
 
@@ -439,8 +442,7 @@ void Instance::push_blocks(const Cache& source, const CacheIndex& into, const st
   check_pusher(source);
   rules::check_paired(from.size(), to.size());
   if (into.batch_index != 0) throw rules::RuleError(said("batch_index of the destination must be 0 for blocks, but is ", into.batch_index));
-  const auto ranges = pushed(layers, source.cache_desc.num_tensors);
-  own(source.cache_id);
+  const auto ranges = pushed(layers, source.cache_desc.num_tensors, own(source.cache_id)->geometry.tensors.size());
   push(source, into, [&] { return blocks_of(from, to, ranges); });
 }
 

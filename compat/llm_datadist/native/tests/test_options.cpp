@@ -43,7 +43,7 @@ static void values_have_defaults_and_bounds() {
   CHECK(full.transports == std::vector<std::string>{"map", "socket"});
   CHECK(parsed({{option::link_total_time, "0"}}).link_total_time_s == 120);
   const std::pair<const char*, const char*> impossible[] = {
-      {option::device_id, "0;1"}, {option::sync_timeout, "0"}, {option::sync_timeout, "soon"}, {option::sync_timeout, "2147483648"},
+      {option::device_id, "0;1"}, {option::device_id, "2147483648"}, {option::sync_timeout, "0"}, {option::sync_timeout, "soon"}, {option::sync_timeout, "2147483648"},
       {option::link_retry_count, "0"}, {option::link_retry_count, "101"}, {option::link_total_time, "x"}, {option::link_total_time, "99999999999999999999"}, {option::rendezvous_port, "0"},
       {option::device_pool, "{"}, {option::device_pool, "[]"}, {option::device_pool, "{}"}, {option::device_pool, R"({"memory_size": "1"})"}, {option::device_pool, R"({"memory_size": 0})"},
       {option::device_pool, R"({"memory_size": 1.5})"}, {option::host_pool, R"({"memory_size": 1, "page_shift": 9})"}, {option::host_pool, R"({"memory_size": 1, "page_shift": 31})"}, {option::attach, "all"}};
@@ -67,8 +67,8 @@ static void the_cpp_api_spells_some_in_another_way() {
   CHECK(given({{cpp_option::listen, "[::1]:7000"}, {option::sync_timeout, "5"}, {option::secret, "s"}}).listen == std::pair(std::string("::1"), 7000u));
   CHECK(given({{option::transfer_backend, "hixl"}, {cpp_option::listen, "1.2.3.4:5"}}).hixl);
   CHECK_FAILS(OptionError, "llm.DeviceId is required", from_cpp({}));
-  for (const char* device : {"", "0;1", "-1"}) CHECK_FAILS(OptionError, "one device", from_cpp({{cpp_option::device_id, device}}));
-  CHECK_FAILS(OptionError, "llm.ListenIpInfo", given({{cpp_option::listen, "1.2.3.4"}}));
+  for (const char* device : {"", "0;1", "-1", "2147483648"}) CHECK_FAILS(OptionError, "one device", from_cpp({{cpp_option::device_id, device}}));
+  for (const char* place : {"1.2.3.4", "999.0.0.1:5", "localhost:5", "[::1::]:5"}) CHECK_FAILS(OptionError, "llm.ListenIpInfo", given({{cpp_option::listen, place}}));
   CHECK_FAILS(OptionError, "llm.ListenIpInfo", given({{option::transfer_backend, "hixl"}}));
   CHECK(role_name(2) == std::string("Decoder") && role_name(3) == std::string("Mix"));
   for (const std::int64_t role : {0, 4}) CHECK_FAILS(RuleError, "no role", role_name(role));
