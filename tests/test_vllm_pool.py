@@ -1,9 +1,11 @@
 """The pool beneath vLLM itself: in-process engines, a small model, real pool nodes."""
 
 import ast
+import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -46,6 +48,7 @@ def engine(model: Path, node: NodeProcess) -> Iterator[Engine]:
 
 WITHOUT_CONNECTOR = """
 import sys
+import threading
 sys.path.insert(0, "tests")
 from pathlib import Path
 from vllm_support import Engine
@@ -55,6 +58,7 @@ print("ANSWER", [engine.tokens(tokens) for tokens in eval(sys.argv[2])])
 """
 WITH_CONNECTOR = """
 import sys
+import threading
 sys.path.insert(0, "tests")
 from pathlib import Path
 from vllm_support import Engine, transfer_config
@@ -204,6 +208,7 @@ def test_poisoned_values_are_refused(engine: Engine, node: NodeProcess, right: A
 
 CHECKS_OFF = """
 import sys
+import threading
 sys.path.insert(0, "tests")
 from pathlib import Path
 from pool_support import spoil
@@ -260,6 +265,37 @@ def test_a_pool_that_stands_still_costs_no_request_its_answer(engine: Engine, no
     finally:
         node.signal(signal.SIGCONT)
     engine.forget()
+
+
+def test_a_slow_pool_costs_no_request_its_answer(engine: Engine, node: NodeProcess, right: Any) -> None:
+    """It runs for a moment and stands still for much longer, again and again, while prompts are looked for, loaded and saved."""
+    over = threading.Event()
+
+    def slow() -> None:
+        chance = random.Random(7)
+        while not over.wait(chance.uniform(0, 0.005)):
+            node.signal(signal.SIGSTOP)
+            over.wait(chance.uniform(0, 0.5))
+            node.signal(signal.SIGCONT)
+
+    before, prompts = engine.metrics(), [prompt(number, LENGTH) for number in range(40, 44)]
+    thread = threading.Thread(target=slow)
+    thread.start()
+    try:
+        for _ in range(4):
+            for tokens in prompts:
+                assert engine.tokens(tokens) == right(tokens)
+            engine.forget()
+    finally:
+        over.set()
+        thread.join(10)
+        node.signal(signal.SIGCONT)
+    assert not thread.is_alive()
+    hits, end = used(engine, before), time.monotonic() + 30
+    while used(engine, before) == hits:  # it is asked again, and what came late changed nothing
+        assert time.monotonic() < end
+        assert engine.tokens(prompts[0]) == right(prompts[0])
+        engine.forget()
 
 
 def test_aborted_requests_leave_no_block_behind(engine: Engine, right: Any) -> None:
