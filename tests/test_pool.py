@@ -19,6 +19,7 @@ import kvferry
 from kvferry.pool import client, messages
 from kvferry.pool.outcome import Outcome
 from kvferry.pool.values import of_buffers
+from kvferry.pool.workers import Workers
 from pool_support import NodeProcess, Nodes, block_bytes_of, names, until
 
 pytestmark = pytest.mark.quick("comes_back", "misses", "node_that_is_killed", "argument", "private")
@@ -545,6 +546,54 @@ def test_what_is_cancelled_touches_the_memory_no_more(nodes: Nodes, awaited: boo
         outcome = loading.wait(10_000)
         assert (into == 17).all() and set(outcome.outcomes) <= {"hit", "timeout"}
         assert pool.load(keys, buffers=list(into), timeout_ms=20_000).prefix == 96 and np.array_equal(into, values)
+
+
+@pytest.mark.parametrize("transports", [("map", "cma", "socket"), ("socket",)], ids=["local", "socket"])
+def test_a_save_that_is_cancelled_reads_the_memory_no_more(nodes: Nodes, transports: tuple[str, ...]) -> None:
+    values, keys = block_bytes_of(37, 24, 1 << 20), names(24)
+    words: set[str] = set()
+    with kvferry.Pool.connect(nodes("64MiB").address, transports=transports) as pool:
+        for turn in range(12):
+            mine = values.copy()
+            saving = pool.save_async(keys, buffers=list(mine), timeout_ms=20_000)
+            time.sleep(turn * 0.001)
+            saving.cancel()
+            mine[:] = 17
+            words.update(saving.wait(10_000).outcomes)
+            found = pool.load(keys, buffers=list(mine), timeout_ms=20_000)
+            assert all(np.array_equal(mine[at], values[at]) for at in np.flatnonzero(found.ok))
+            pool.clear()
+    assert "timeout" in words and words <= {"saved", "timeout"}
+
+
+@pytest.mark.parametrize("verb", ["load_async", "save_async"])
+def test_a_call_without_a_future_moves_nothing(nodes: Nodes, monkeypatch: pytest.MonkeyPatch, verb: str) -> None:
+    """What a signal handler raises may come when the work is under way and the future has not been returned."""
+
+    class Enough(BaseException):
+        pass
+
+    submit = Workers.submit
+
+    def interrupted(*arguments: Any) -> None:
+        submit(*arguments)
+        raise Enough
+
+    values, keys = block_bytes_of(41, 24, 1 << 20), names(24)
+    mine = values.copy()
+    with kvferry.Pool.connect(nodes("64MiB").address, transports=("socket",)) as pool:
+        if verb == "load_async":
+            assert pool.save(keys, buffers=list(values), timeout_ms=20_000).prefix == 24
+        with monkeypatch.context() as patched:
+            patched.setattr(Workers, "submit", interrupted)
+            with pytest.raises(Enough):
+                getattr(pool, verb)(keys, buffers=list(mine), timeout_ms=20_000)
+        mine[:] = 17
+        into = np.zeros_like(values)
+        found = pool.load(keys, buffers=list(into), timeout_ms=20_000)
+        assert (mine == 17).all()
+        assert all(np.array_equal(into[at], values[at]) for at in np.flatnonzero(found.ok))
+        until(lambda: not pool.load(keys, buffers=list(into), timeout_ms=20_000).reasons["pending"])
 
 
 def test_a_signal_handler_may_use_the_pool_that_its_thread_is_using(nodes: Nodes) -> None:

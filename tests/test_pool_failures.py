@@ -465,7 +465,7 @@ def test_a_client_that_reserves_and_never_commits_loses_its_places(peers: Peers,
     assert raw.reserve(space, [b"one more"], 60_000, 0).codes == bytes([messages.code_of("full")])
     drained(node)
     until(lambda: raw.reserve(space, [b"one more"], 60_000, 0).codes == bytes([messages.code_of("saved")]))
-    assert raw.ask(messages.Commit(1, [], b"")).word == "internal"
+    assert raw.ask(messages.Commit(1, [], b"")).word == "given_up"
     assert set(raw.lookup(space, names(17), 60_000, 100).codes) == {messages.code_of("never_saved")}
     raw.close()
 
@@ -540,7 +540,7 @@ def test_what_has_expired_is_neither_written_nor_committed_nor_read(raws: Callab
     time.sleep(0.8)
     with pytest.raises(kvferry.CacheNotFound):
         raw.link.push(kvferry.MEMORY, to=_window(reserved), spans=spans)
-    assert raw.ask(messages.Commit(raw.number, [], b"")).word == "internal"
+    assert raw.ask(messages.Commit(raw.number, [], b"")).word == "given_up"
     again = raw.reserve(space, [b"k"], 1000, 5000)
     spans[0, 1] = np.frombuffer(again.offsets, np.uint64)[0]
     raw.link.push(kvferry.MEMORY, to=_window(again), spans=spans)

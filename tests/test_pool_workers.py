@@ -2,6 +2,7 @@
 
 import threading
 import time
+from typing import Any
 
 import pytest
 
@@ -80,4 +81,30 @@ def test_a_signal_handler_may_submit_while_its_thread_submits() -> None:
     workers._queue = Queue()  # type: ignore[assignment]
     outer = workers.submit(lambda: "outer", time.monotonic() + 60, lambda: "late")
     assert inner[0].wait(0) == "done" and outer.wait(10_000) == "outer"
+    workers.close()
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_thread_whose_start_a_signal_handler_interrupts_counts_for_nothing(
+    monkeypatch: pytest.MonkeyPatch, begun: bool
+) -> None:
+    class Enough(Exception):
+        pass
+
+    name = "_start_joinable_thread" if hasattr(threading, "_start_joinable_thread") else "_start_new_thread"
+    start = getattr(threading, name)
+
+    def interrupted(bootstrap: Any, *arguments: Any, **more: Any) -> None:
+        if begun:
+            start(bootstrap, *arguments, **more)
+            until(lambda: bootstrap.__self__ in threading.enumerate() and bootstrap.__self__ not in threading._limbo)
+        raise Enough
+
+    workers, now = Workers("test", 1), time.monotonic()
+    with monkeypatch.context() as patched:
+        patched.setattr(threading, name, interrupted)
+        with pytest.raises(Enough):
+            workers.submit(lambda: "done", now + 60, lambda: "late")
+    assert workers.submit(threading.get_ident, now + 60, lambda: 0).wait(10_000) not in (0, threading.get_ident())
+    until(lambda: len([thread for thread in threading.enumerate() if thread.name == "test"]) == 1)
     workers.close()

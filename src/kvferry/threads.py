@@ -22,4 +22,7 @@ def start_thread(name: str, target: Callable[..., None], *args: Any) -> threadin
             f"out of threads: {name} cannot be started ({error}): raise the limit on them (ulimit -u, pids.max of the "
             "control group) or on address space (ulimit -v), or end some"
         ) from error
+    except KeyError as error:
+        # Of Python's own lists: a signal handler has raised while start() waited, and start() has stumbled over that.
+        raise error.__context__ or error from None
     return thread

@@ -622,7 +622,11 @@ class Pool:
 
     def _later(self, call: _Call) -> "Future[Outcome]":
         call.batch.apart = True
-        return self._workers.submit(call.now, call.batch.until, call.late, call.batch.give_up)
+        try:
+            return self._workers.submit(call.now, call.batch.until, call.late, call.batch.give_up)
+        except BaseException:  # a signal handler's: nobody has the future, and the memory is its caller's again
+            call.batch.give_up()
+            raise
 
     def _read(self, batch: _Batch, local_only: bool, begin: Callable[[Peer, Indices, bool, float], Job]) -> None:
         """``begin(peer, part, beside, until)``: the node on this host is asked for all keys, then each owner for what is

@@ -213,7 +213,8 @@ class Facts(msgspec.Struct, array_like=True, tag=69):
 
 
 class Failure(msgspec.Struct, array_like=True, tag=70):
-    """``word``: "invalid" (the request's fault), "unknown_space" (open it again), "given_up" (by its asker), "internal"."""
+    """``word``: "invalid" (the request's fault), "unknown_space" (open it again), "given_up" (by its asker, or
+    its time is up), "internal"."""
 
     word: str
     sentence: str

@@ -263,7 +263,7 @@ class PoolNode:
         self._release_all(request.released, call)
         if request.number in self._over.get(call.link_id, ()):
             self._over[call.link_id].remove(request.number)
-            raise _GivenUp(f"{request.number} has been given up")
+            raise _GivenUp("the call has been given up")
         if (call.link_id, request.number) in self._held:
             raise InvalidArgument(f"there is a {request.number} already over this link")
         if len(request.sizes) == 8:
@@ -316,7 +316,7 @@ class PoolNode:
         number = call.link_id, request.number
         held = self._held.get(number)
         if held is None or not isinstance(held.held, Reservation):
-            return messages.Failure("internal", "this reservation has ended")
+            return messages.Failure("given_up", "this reservation has ended")
         saving = held.held
         reserved = [*compress(range(len(saving.slabs)), saving.slabs)]
         failed = {reserved[at]: FULL for at in request.failed}

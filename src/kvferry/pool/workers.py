@@ -4,6 +4,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Generator
+from functools import partial
 from heapq import heappop, heappush
 from typing import Any, Generic, TypeVar
 
@@ -174,9 +175,15 @@ class Workers:
             return True
         if self._threads < self._most:
             self._threads += 1
-            if _started(self._serve, self._name):
+            wanted, started = [True], False
+            try:
+                started = _started(partial(self._serve, wanted), self._name)
+            finally:
+                if not started:  # a thread that there may be when a signal handler has raised ends at once
+                    wanted.clear()
+                    self._threads -= 1
+            if started:
                 return True
-            self._threads -= 1
         if self._threads:
             self._watch_for(job, until)
         return self._threads > 0
@@ -188,7 +195,10 @@ class Workers:
             for _ in range(self._threads):
                 self._queue.put(None)
 
-    def _serve(self) -> None:
+    def _serve(self, wanted: list[bool]) -> None:
+        with self._lock:
+            if not wanted:
+                return
         while (job := self._queue.get()) is not None:
             if self._take(job):
                 job.future.run(job.work)
