@@ -2,6 +2,7 @@
 // `parse_options` turns the completed strings into values.
 #include <algorithm>
 #include <charconv>
+#include <iterator>
 #include <limits>
 
 #include "json.hpp"
@@ -64,6 +65,15 @@ std::optional<Pool> pool(const Options& options, const char* name) {
   return out;
 }
 
+constexpr const char* own_options[] = {option::secret, option::transports, option::attach, option::rendezvous_port};
+
+// The vendor passes over options that it does not know. Of ours a misspelt one could leave an instance without its secret.
+void check_own(const Options& options) {
+  for (const auto& [name, value] : options)
+    if (name.starts_with("kvferry.") && std::find(std::begin(own_options), std::end(own_options), name) == std::end(own_options))
+      refuse("'", name, "' is no option: there are ", option::secret, ", ", option::transports, ", ", option::attach, " and ", option::rendezvous_port);
+}
+
 std::vector<std::string> split(std::string_view text) {
   std::vector<std::string> parts;
   while (true) {
@@ -80,7 +90,7 @@ std::vector<std::string> split(std::string_view text) {
 }  // namespace
 
 Options with_environment(Options options, const Options& environment) {
-  for (const char* name : {option::secret, option::transports, option::attach, option::rendezvous_port}) {
+  for (const char* name : own_options) {
     std::string variable = name;
     for (char& c : variable) c = c == '.' ? '_' : c >= 'a' && c <= 'z' ? static_cast<char>(c - 'a' + 'A') : c;
     const auto* value = find(environment, variable.c_str());
@@ -119,6 +129,7 @@ Options completed(Options options, const std::string& role) {
 
 EngineOptions parse_options(const Options& options) {
   EngineOptions out;
+  check_own(options);
   if (const auto* device = find(options, option::device_id); device != nullptr && !names_one_device(*device))
     refuse(option::device_id, " must name one device here, not '", *device, "'");
   if (const auto* backend = find(options, option::transfer_backend)) {
@@ -160,6 +171,7 @@ std::optional<std::pair<std::string, std::uint16_t>> cpp_listen(const Options& g
 }
 
 Options from_cpp(const Options& given) {
+  check_own(given);
   // Its other keys mean nothing there, such as those that the other doors spell in another way.
   constexpr const char* as_they_are[] = {option::sync_timeout, option::local_comm_res, option::transfer_backend, option::global_resource,
                                          option::device_pool,  option::host_pool,      option::secret,           option::transports,

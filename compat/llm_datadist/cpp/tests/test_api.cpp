@@ -130,7 +130,7 @@ void misuse_is_a_status() {
   for (const auto &[name, value] : {std::pair<const char *, const char *>{OPTION_DEVICE_ID, "0;1"}, {OPTION_DEVICE_ID, ""}, {OPTION_DEVICE_ID, "a"},
                                     {OPTION_LISTEN_IP_INFO, "nonsense"}, {OPTION_LISTEN_IP_INFO, "127.0.0.1:http"}, {OPTION_LISTEN_IP_INFO, "127.0.0.1:65536"},
                                     {OPTION_LISTEN_IP_INFO, "::1:7000"}, {OPTION_LISTEN_IP_INFO, ""}, {OPTION_SYNC_CACHE_WAIT_TIME, "0"},
-                                    {OPTION_TRANSFER_BACKEND, "other"}, {"llm.MemPoolConfig", "{"}, {"kvferry.transports", "fax"}, {"kvferry.secret", ""}}) {
+                                    {OPTION_TRANSFER_BACKEND, "other"}, {"llm.MemPoolConfig", "{"}, {"kvferry.transports", "fax"}, {"kvferry.secret", ""}, {"kvferry.secrets", "s"}}) {
     auto given = options();
     given[name] = value;
     CHECK_STATUS(LLM_PARAM_INVALID, none.Initialize(given));

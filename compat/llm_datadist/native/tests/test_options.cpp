@@ -46,7 +46,7 @@ static void values_have_defaults_and_bounds() {
       {option::device_id, "0;1"}, {option::device_id, "2147483648"}, {option::sync_timeout, "0"}, {option::sync_timeout, "soon"}, {option::sync_timeout, "2147483648"},
       {option::link_retry_count, "0"}, {option::link_retry_count, "101"}, {option::link_total_time, "x"}, {option::link_total_time, "99999999999999999999"}, {option::rendezvous_port, "0"},
       {option::device_pool, "{"}, {option::device_pool, "[]"}, {option::device_pool, "{}"}, {option::device_pool, R"({"memory_size": "1"})"}, {option::device_pool, R"({"memory_size": 0})"},
-      {option::device_pool, R"({"memory_size": 1.5})"}, {option::host_pool, R"({"memory_size": 1, "page_shift": 9})"}, {option::host_pool, R"({"memory_size": 1, "page_shift": 31})"}, {option::attach, "all"}};
+      {option::device_pool, R"({"memory_size": 1.5})"}, {option::host_pool, R"({"memory_size": 1, "page_shift": 9})"}, {option::host_pool, R"({"memory_size": 1, "page_shift": 31})"}, {option::attach, "all"}, {"kvferry.secrets", "s"}};
   for (const auto& [name, text] : impossible) CHECK_FAILS(OptionError, name, parsed({{name, text}}));
   CHECK_FAILS(OptionError, option::global_resource, parsed({{option::transfer_backend, "hixl"}, {option::listen, "1.2.3.4:5"}, {option::global_resource, "{"}}));
   for (const char* backend : {"", "other"}) CHECK_FAILS(OptionError, "hixl", parsed({{option::transfer_backend, backend}, {option::listen, "1.2.3.4:5"}}));
