@@ -1,5 +1,6 @@
 # kvferry: one command per wish. Each sets up .venv first, and only when something changed.
 #
+#   make built    what all others begin with: .venv with kvferry and both compat packages in it, native code built
 #   make demo     two processes, one real transformer, its KV cache handed over
 #   make demo-vllm  two real vLLM servers, the pool and a router; the first run installs vLLM (2.5 GB, some minutes)
 #   make test     all tests: the native core's, those that need numpy alone, then those that need torch

@@ -2,11 +2,14 @@
 
 import threading
 import time
+from contextlib import suppress
 from typing import Any
 
 import pytest
 
-from kvferry.pool.workers import Workers
+import kvferry
+from interrupt_support import interrupted
+from kvferry.pool.workers import Future, Workers
 from pool_support import until
 
 pytestmark = pytest.mark.quick
@@ -108,3 +111,32 @@ def test_a_thread_whose_start_a_signal_handler_interrupts_counts_for_nothing(
     assert workers.submit(threading.get_ident, now + 60, lambda: 0).wait(10_000) not in (0, threading.get_ident())
     until(lambda: len([thread for thread in threading.enumerate() if thread.name == "test"]) == 1)
     workers.close()
+
+
+def test_a_wait_that_a_signal_handler_leaves_holds_up_nobody() -> None:
+    def wait(future: "Future[str]") -> None:
+        with suppress(kvferry.DeadlineExceeded):
+            future.wait(1)
+
+    moments = 0
+    for future in interrupted(lambda: Future[str](), wait):
+        moments += 1
+        came: list[str] = []
+        other = threading.Thread(target=lambda: came.append(future.wait()), daemon=True)  # noqa: B023
+        worker = threading.Thread(target=lambda: future.run(lambda: "done"), daemon=True)  # noqa: B023
+        for thread in (other, worker):
+            thread.start()
+        for thread in (worker, other):
+            thread.join(10)
+        assert came == ["done"] and future.wait(0) == "done", moments
+    assert moments > 5
+
+
+def test_a_future_that_is_polled_by_short_waits_does_not_grow() -> None:
+    future: Future[str] = Future()
+    for _ in range(50):
+        with pytest.raises(kvferry.DeadlineExceeded):
+            future.wait(0)
+    assert not future._callbacks
+    future.run(lambda: "done")
+    assert future.wait() == "done"

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from interrupt_support import interrupted
 from llm_datadist import (
     BlocksCacheKey,
     Cache,
@@ -427,6 +428,26 @@ def test_a_running_task_answers_timeout() -> None:
     task = CacheTask(2)
     assert task.synchronize(10) == LLMStatusCode.LLM_TIMEOUT
     assert task.get_results(0) == [LLMStatusCode.LLM_TIMEOUT] * 2
+
+
+def test_a_task_whose_waits_signal_handlers_leave_answers_the_next_one() -> None:
+    for task in interrupted(lambda: CacheTask(1), lambda task: task.synchronize(1)):
+        came: list[LLMStatusCode] = []
+        threads = [threading.Thread(target=work, args=(task, came), daemon=True) for work in (_synchronize, _end)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(10)
+        assert came == [LLMStatusCode.LLM_SUCCESS]
+
+
+def _synchronize(task: CacheTask, came: "list[LLMStatusCode]") -> None:
+    came.append(task.synchronize())
+
+
+def _end(task: CacheTask, came: "list[LLMStatusCode]") -> None:
+    task._record(0, LLMStatusCode.LLM_SUCCESS)
+    task._end()
 
 
 def test_a_task_answers_its_first_failure() -> None:

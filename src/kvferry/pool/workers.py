@@ -29,14 +29,14 @@ class Future(Generic[T]):
         """``give_up`` has what is under way touch nothing more, and returns when that is so."""
         self._give_up = give_up
         self._lock = threading.RLock()
-        self._ended = threading.Event()
+        self._ended = False
         self._callbacks: list[Callable[[], None]] = []
         self._result: T | None = None
         self._error: BaseException | None = None
 
     def done(self) -> bool:
         """Whether it has ended; never waits."""
-        return self._ended.is_set()
+        return self._ended
 
     def wait(self, timeout_ms: int | None = None) -> T:
         """What it came to; waits for ``timeout_ms`` at most, or until it ends.
@@ -44,9 +44,15 @@ class Future(Generic[T]):
         :raises DeadlineExceeded: the wait is over and the call goes on. :raises InvalidArgument: memory that was named
             turned out not to be there.
         """
-        limit = None if timeout_ms is None else checked_timeout(timeout_ms) / 1000
-        if not self._ended.wait(limit):
-            raise DeadlineExceeded("the call has not ended yet; it goes on, and may be waited for again")
+        limit = -1 if timeout_ms is None else checked_timeout(timeout_ms) / 1000
+        if not self._ended:
+            # Each wait has a lock of its own. That of a threading.Event is everybody's, and stays held for good where a signal
+            # handler raises amid a wait.
+            end = threading.Lock()
+            end.acquire()
+            self._when_ended(end.release)
+            if not end.acquire(True, limit) and self._forget(end.release):
+                raise DeadlineExceeded("the call has not ended yet; it goes on, and may be waited for again")
         return self._value()
 
     def cancel(self) -> None:
@@ -87,7 +93,7 @@ class Future(Generic[T]):
         except BaseException as error:  # noqa: BLE001 - it is the waiting thread's
             self._error = error
         with self._lock:
-            self._ended.set()
+            self._ended = True
             callbacks, self._callbacks = self._callbacks, []
         for callback in callbacks:
             callback()
@@ -99,10 +105,17 @@ class Future(Generic[T]):
 
     def _when_ended(self, callback: Callable[[], None]) -> None:
         with self._lock:
-            if not self._ended.is_set():
+            if not self._ended:
                 self._callbacks.append(callback)
                 return
         callback()
+
+    def _forget(self, callback: Callable[[], None]) -> bool:
+        """False: it has ended meanwhile."""
+        with self._lock:
+            if not self._ended:
+                self._callbacks.remove(callback)
+            return not self._ended
 
     def __repr__(self) -> str:
         return f"<Future: {'ended' if self.done() else 'under way'}>"

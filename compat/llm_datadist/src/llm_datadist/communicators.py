@@ -16,6 +16,7 @@ import kvferry
 from llm_datadist import _rules, rendezvous
 from llm_datadist._rules import EngineOptions, Member
 from llm_datadist.enums import RegisterMemStatus
+from llm_datadist.latch import Latch
 from llm_datadist.status import LLMException, failure, no_thread
 from llm_datadist.utils.log import get_logger
 
@@ -134,7 +135,7 @@ class _Communicator:
         self._me, self._lower, self._higher = members[own], members[:own], members[own + 1 :]
         self._until = time.monotonic() + engine.options.link_total_time_s
         self.state = RegisterMemStatus.PREPARING
-        self.stopped = threading.Event()
+        self.stopped = Latch()
         self.thread = threading.Thread(target=self._run, name=f"llm_datadist-link {name}", daemon=True)
 
     @property

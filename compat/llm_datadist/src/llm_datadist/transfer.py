@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 from llm_datadist.keys import BlocksCacheKey, CacheKeyByIdAndIndex
+from llm_datadist.latch import Latch
 from llm_datadist.status import LLMStatusCode, raise_if_false
 from llm_datadist.utils.utils import check_isinstance, check_list_uint64, check_uint32, check_uint64
 
@@ -166,7 +166,7 @@ class CacheTask:
 
     def __init__(self, count: int) -> None:
         self._results: list[LLMStatusCode | None] = [None] * count
-        self._ended = threading.Event()
+        self._ended = Latch()
 
     def synchronize(self, timeout_in_millis: int | None = None) -> LLMStatusCode:
         """Waits; ``LLM_TIMEOUT`` while running, else the first result that is no success, else ``LLM_SUCCESS``."""
