@@ -827,18 +827,21 @@ class Pool:
             batch.codes[which] = code
 
     def _load_one(self, keys: Any, buffers: Any, timeout_ms: int) -> Outcome | None:
-        """What :meth:`load` does, for one small value that goes from the only node, without a checksum, into one array of
-        numpy's own: with nothing that several would need, it takes half the time. None: it is another case."""
+        """What :meth:`load` does, for one small value that goes from the only node, without a checksum, into one numpy array:
+        with nothing that several would need, it takes half the time. None: it is another case."""
         began, peers = time.monotonic(), self._awake()
-        one = len(peers) == 1 and type(buffers) is list and len(buffers) == 1 and type(buffers[0]) is np.ndarray
-        if not one or self._verifies(peers[0]):
+        if len(peers) != 1 or self._verifies(peers[0]) or type(buffers) is not list or len(buffers) != 1:
             return None
-        listed = _keys(keys)
         peer, buffer = peers[0], buffers[0]
-        where = plain(buffer, True) if of_the_heap(buffer) else None
+        if type(buffer) is list and len(buffer) == 1:
+            buffer = buffer[0]
+        where = plain(buffer, True) if type(buffer) is np.ndarray else None
+        listed = _keys(keys)
         if where is None or where[1] >= TOLD_AT_ONCE_BYTES or len(listed) != 1:
             return None
         address, size_bytes = where
+        if not of_the_heap(buffer):
+            self._may_shrink(np.array([(0, address, size_bytes)], np.uint64), True)
         until = began + checked_timeout(timeout_ms) / 1000
         mine, moved_bytes = self._space.without_geometry(), 0
         codes = np.empty(1, np.uint8)
