@@ -808,7 +808,7 @@ def test_a_full_disk_costs_misses_while_it_is_full_and_nothing_after(
     client.call("connect")
     assert client.call("load", ["a"])[0] in ("node_lost", "never_saved")
     assert client.call("save", ["a"])[0] in ("node_lost", "saved")
-    if where == "state":  # the log lies elsewhere then
+    if where == "state":  # there the log alone would be, and the node serves without it
         assert client.call("save", ["b"]) in (["saved"], ["present"])
     disk.clear()
     assert client.call("load_until", ["c"], ["never_saved"]) == ["never_saved"]

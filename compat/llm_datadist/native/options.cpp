@@ -69,9 +69,12 @@ constexpr const char* own_options[] = {option::secret, option::transports, optio
 
 // The vendor passes over options that it does not know. Of ours a misspelt one could leave an instance without its secret.
 void check_own(const Options& options) {
-  for (const auto& [name, value] : options)
-    if (name.starts_with("kvferry.") && std::find(std::begin(own_options), std::end(own_options), name) == std::end(own_options))
-      refuse("'", name, "' is no option: there are ", option::secret, ", ", option::transports, ", ", option::attach, " and ", option::rendezvous_port);
+  for (const auto& [name, value] : options) {
+    if (!name.starts_with("kvferry.") || std::find(std::begin(own_options), std::end(own_options), name) != std::end(own_options)) continue;
+    std::string known;
+    for (const char* own : own_options) known += said(known.empty() ? "" : ", ", own);
+    refuse("'", name, "' is no option: there are ", known);
+  }
 }
 
 std::vector<std::string> split(std::string_view text) {
