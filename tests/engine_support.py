@@ -68,13 +68,15 @@ class Engine:
         model: str = "model",
         dtype: str = "float32",
         saves: bool = True,
+        latent: bool = False,
         **settings: Any,
     ) -> None:
         self.settings = Settings.read(
             {"pool": pool, "handover": False, "bounded": False, "lookup_timeout_ms": 2000, "load_timeout_ms": 5000}
             | settings
         )
-        self.caches = [np.zeros((blocks, 2, BLOCK, WIDTH), dtype) for _ in range(layers)]
+        of_a_token = () if latent else (2,)  # one vector, as of MLA, or keys and values
+        self.caches = [np.zeros((blocks, *of_a_token, BLOCK, WIDTH), dtype) for _ in range(layers)]
         self.worker = WorkerSide(self.settings)
         self.place: Place = self.worker.registered(
             {f"layer {i}": Tensor(cache) for i, cache in enumerate(self.caches)}, blocks
@@ -218,7 +220,7 @@ class Engine:
             self._cell(request, layer, position)[:] = expected(request.tokens, layer, position)
 
     def _cell(self, request: Running, layer: int, position: int) -> npt.NDArray[Any]:
-        return self.caches[layer][request.blocks[position // BLOCK], :, position % BLOCK]
+        return self.caches[layer][request.blocks[position // BLOCK], ..., position % BLOCK, :]
 
     def is_right(self, request: Running) -> bool:
         """What lies in its blocks is what computing all of it would have put there."""

@@ -1,11 +1,14 @@
 """Handover by push, layer by layer, below the façade: two engines, each with a worker of its own."""
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 
 from engine_support import Engine, Running, prompt
+from kvferry.connectors.vllm import worker as worker_module
 from pool_support import until
 
 pytestmark = pytest.mark.quick("layer_by_layer")
@@ -45,11 +48,12 @@ def together(prefill: Engine, decode: Engine, *requests: Running) -> None:
     until(over, 30.0)
 
 
-def waits(prefill: Engine, decode: Engine, name: str = "p") -> None:
-    """Until the prefill knows where its request is to go."""
+def waits(prefill: Engine, decode: "Engine | None", name: str = "p") -> None:
+    """Until the prefill knows where its request is to go. ``decode``: it steps meanwhile."""
 
     def known() -> bool:
-        decode.step()
+        if decode is not None:
+            decode.step()
         ferry = prefill.worker._ferry
         assert ferry is not None
         return name in ferry._sending._sent
@@ -57,9 +61,9 @@ def waits(prefill: Engine, decode: Engine, name: str = "p") -> None:
     until(known)
 
 
-@pytest.mark.parametrize("chunk", [1000, 7])
-def test_a_request_is_pushed_layer_by_layer_while_it_is_computed(pair: Pair, chunk: int) -> None:
-    prefill, decode = pair(chunk=chunk)
+@pytest.mark.parametrize("settings", [{}, {"chunk": 7}, {"latent": True}, {"latent": True, "chunk": 7}], ids=str)
+def test_a_request_is_pushed_layer_by_layer_while_it_is_computed(pair: Pair, settings: dict[str, Any]) -> None:
+    prefill, decode = pair(**settings)
     tokens = prompt(1, 43)
     to_prefill, to_decode = asked(prefill)
     taker = decode.add("b", tokens, output=6, params=to_decode)
@@ -226,3 +230,85 @@ def test_many_at_once(pair: Pair) -> None:
         requests.append(prefill.add(f"a{number}", tokens, params=to_prefill))
     together(prefill, decode, *requests)
     assert all(request.taken == request.prompt for request in requests[::2])
+
+
+# --- what a step does that has nothing to compute ---------------------------------------------------------------------
+
+
+@pytest.fixture
+def endless(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that waits without being woken is seen by its test's deadline."""
+    monkeypatch.setattr(worker_module, "IDLE_S", 60.0)
+
+
+@contextmanager
+def counting_waits(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
+    ferry, waits = engine.worker._ferry, list[float]()
+    assert ferry is not None
+    wait = ferry.wait
+
+    def counted(seconds: float) -> None:
+        waits.append(seconds)
+        wait(seconds)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ferry, "wait", counted)
+        yield waits
+
+
+def test_a_step_that_waits_for_a_push_is_woken_by_its_arrival(pair: Pair, endless: None) -> None:
+    prefill, decode = pair()
+    tokens = prompt(30, 43)
+    to_prefill, to_decode = asked(prefill)
+    taker = decode.add("b", tokens, output=6, params=to_decode)
+    with ThreadPoolExecutor(1) as threads:
+        stepping = threads.submit(decode.finish, taker)
+        waits(prefill, None)
+        giver = prefill.add("a", tokens, params=to_prefill)
+        prefill.step()
+        until(lambda: prefill.step() or (giver.state == "finished" and not giver.delayed))
+        stepping.result(15)
+    assert taker.taken == 43
+
+
+def test_a_step_that_waits_for_a_pull_is_woken_by_its_end(pair: Pair, endless: None) -> None:
+    prefill, decode = pair()
+    giver = prefill.add("a", prompt(31, 43), params={"do_remote_decode": True})
+    until(lambda: prefill.step() or giver.state == "finished")
+    with ThreadPoolExecutor(1) as threads:
+        held = threads.submit(prefill.settle)  # its steps wait until somebody has come for the blocks
+        taker = decode.run("b", prompt(31, 43), output=6, params=giver.answer)
+        held.result(15)
+    assert taker.taken == 43 and prefill.released == ["a"]
+
+
+def test_a_step_waits_so_long_at_most_and_not_when_there_is_something_to_do(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefill, decode = pair(push_timeout_ms=2000)
+    _, to_decode = asked(prefill)
+    taker = decode.add("b", prompt(32, 43), params=to_decode)
+    with counting_waits(decode, monkeypatch) as waited:
+        decode.step()
+        decode.step()
+        assert waited, "it waits, and comes back although nothing has come"
+        other = decode.add("c", prompt(33, 20), output=50)
+        waited.clear()
+        decode.finish(other)
+        assert not waited, "nobody is computed later because somebody else waits"
+        decode.step()
+        assert not waited, "nor right after a step that has computed, whose end may bring more"
+        decode.finish(taker)
+        waited.clear()
+        for _ in range(3):
+            decode.step()
+        assert not waited, "there is nothing to wait for"
+
+
+def test_a_worker_that_others_wait_for_in_each_step_does_not_wait(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    prefill, decode = pair(push_timeout_ms=300)
+    decode.worker._may_wait = False  # as of one of several data-parallel engines
+    _, to_decode = asked(prefill)
+    with counting_waits(decode, monkeypatch) as waited:
+        decode.run("b", prompt(34, 43), params=to_decode)
+    assert not waited

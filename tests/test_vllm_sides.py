@@ -425,6 +425,14 @@ def test_a_prefilled_request_goes_on_elsewhere_without_computing_its_prompt(engi
     assert counted["handovers:offered"] == 1 and counted["handovers:given"] == 1
 
 
+def test_caches_of_one_vector_per_token_are_pulled_as_any_other(engines: Engines) -> None:
+    prefill, decode = pair(engines, latent=True)
+    request = decode.run("b", prompt(49, 43), output=9, params=prefilled(prefill, prompt(49, 43)))
+    assert request.taken == 43 and request.made == 9
+    other = engines(pool="off", handover=True)  # with keys and values
+    assert other.run("c", prompt(48, 43), params=prefilled(prefill, prompt(48, 43), "c")).taken == 0
+
+
 def test_blocks_stay_until_they_were_pulled_or_their_time_is_up(engines: Engines) -> None:
     prefill = engines(pool="off", handover=True, window_ttl_ms=300)
     free = len(prefill.free)

@@ -89,7 +89,9 @@ class KvferryConnector(KVConnectorBase_V1):
             )
         else:
             self._rank = int(parallel.rank) % self._world
-            self._worker = WorkerSide(settings, rank=self._rank, world=self._world)
+            # Of data-parallel engines each computes something in every step, for the others wait for it.
+            alone = int(getattr(parallel, "data_parallel_size", 1) or 1) == 1
+            self._worker = WorkerSide(settings, rank=self._rank, world=self._world, may_wait=alone)
 
     @property
     def requires_kv_delivery(self) -> bool:

@@ -9,7 +9,9 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future as ThreadFuture
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
+from queue import Empty, SimpleQueue
 from threading import Lock, Thread
 from typing import Any
 
@@ -86,9 +88,11 @@ class Ferry:
         self._moving: dict[str, Transfer] = {}
         self._given_up: set[str] = set()
         self._threads = ThreadPoolExecutor(THREADS, "kvferry-vllm-pull")
+        # Not an Event, whose lock stays held for good where a signal handler raises amid a wait.
+        self._ends: SimpleQueue[None] = SimpleQueue()
         self._sending = Sending(self._cache, self._links, geometry, settings.window_ttl_ms / 1000, self._threads, now)
         advertised = advertised_at(self.address, settings.advertise)
-        self._receiving = Receiving(self._cache, self._links, advertised, self._threads)
+        self._receiving = Receiving(self._cache, self._links, advertised, self._threads, lambda: self._ends.put(None))
         self._unreceived: list[Pulled] = []
         self._answering = Thread(target=self._answer, name="kvferry-vllm-answers", daemon=True)
         self._answering.start()
@@ -144,6 +148,7 @@ class Ferry:
                 held = self._windows.get(said.window)
                 if held is not None:
                     held.how = "given" if said.read else "not_wanted"
+            self._ends.put(None)
             return
         if isinstance(said, Pushed):
             self._receiving.pushed(said)
@@ -168,6 +173,7 @@ class Ferry:
             why = self._sending.expected(said, self._now())
         except KvferryError as error:
             why = str(error)
+        self._ends.put(None)  # what has been computed already may leave
         call.answer(msgspec.msgpack.encode(Answered(why)))
 
     # --- taking ------------------------------------------------------------------------------------------------------
@@ -177,6 +183,7 @@ class Ferry:
         future = self._threads.submit(self._pulled, pull, rank, self._now())
         if pull.blocks:
             self._pulling[pull.request_id] = (pull, future)
+            future.add_done_callback(lambda _: self._ends.put(None))
 
     def cancel(self, request_id: str) -> None:
         with self._lock:
@@ -187,8 +194,26 @@ class Ferry:
         if moving is not None:
             moving.cancel()
 
+    @property
+    def waits(self) -> bool:
+        """Somebody's blocks are on their way."""
+        return bool(self._pulling or self._unreceived or self._receiving.waits)
+
+    @property
+    def pushes(self) -> bool:
+        """Something is being pushed, whose end wakes nobody."""
+        return self._sending.pushes
+
+    def wait(self, seconds: float) -> None:
+        """Until `ended` or `held` may have something to say that they have not said yet, for so long at most."""
+        with suppress(Empty):
+            self._ends.get(timeout=seconds)
+
     def ended(self) -> list[Pulled]:
         """The pulls that have ended since the last time."""
+        with suppress(Empty):
+            while True:
+                self._ends.get_nowait()
         done = [request_id for request_id, (_, future) in self._pulling.items() if future.done()]
         ended, self._unreceived = self._unreceived, []
         ended += [self._pulling.pop(request_id)[1].result() for request_id in done]

@@ -78,7 +78,8 @@ class Send:
 class Orders:
     """Of one step. ``ended``: requests whose blocks are no longer theirs after a preemption, so that no save of theirs may
     read on. ``awaited``: finished requests whose blocks are reused when the worker reports that nothing reads them. ``tokens``:
-    how many the step computes. ``sent``: pushed requests that have ended, and whether all of their prompt was computed."""
+    how many the step computes. ``sent``: pushed requests that have ended, and whether all of their prompt was computed.
+    ``idle``: the engine has nothing to do but to hear what ends in the workers, so that they may wait for it."""
 
     loads: list[Load] = field(default_factory=list)
     pulls: list[Pull] = field(default_factory=list)
@@ -89,6 +90,7 @@ class Orders:
     receives: list[Receive] = field(default_factory=list)
     sends: list[Send] = field(default_factory=list)
     sent: dict[str, bool] = field(default_factory=dict)
+    idle: bool = False
 
     def __bool__(self) -> bool:
         return bool(

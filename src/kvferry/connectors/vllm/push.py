@@ -118,6 +118,11 @@ class Sending:
                             push.wait(LAYER_MS)
                     sent.pushes, sent.count, sent.send, sent.computed = [], 0, None, None
 
+    @property
+    def pushes(self) -> bool:
+        with self._lock:
+            return any(sent.pushes for sent in self._sent.values())
+
     def layer_ready(self, layer: int) -> None:
         for push in self._open:
             push.layer_ready(layer)
@@ -216,8 +221,11 @@ class _Received:
 class Receiving:
     """The decode's half."""
 
-    def __init__(self, cache: Cache, links: Links, address: str, threads: ThreadPoolExecutor) -> None:
-        self._cache, self._links, self._address, self._threads = cache, links, address, threads
+    def __init__(
+        self, cache: Cache, links: Links, address: str, threads: ThreadPoolExecutor, tell: Callable[[], None]
+    ) -> None:
+        """``tell`` hears, on any thread, that `ended` has something to say."""
+        self._cache, self._links, self._address, self._threads, self._tell = cache, links, address, threads, tell
         self._lock = RLock()
         self._received: dict[str, _Received] = {}
 
@@ -276,6 +284,11 @@ class Receiving:
             received = self._received.get(push_id)
             if received is not None and received.why is None:
                 received.why = why
+        self._tell()
+
+    @property
+    def waits(self) -> bool:
+        return bool(self._received)
 
     def ended(self, now: float) -> list[tuple[Receive, str, float]]:
         """What has ended since the last time: why it did not come (``""``: it did), and seconds."""

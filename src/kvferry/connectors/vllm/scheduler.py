@@ -58,6 +58,7 @@ class SchedulerSide:
         self._requests: dict[str, Request] = {}
         self._saving: dict[int, tuple[str, int]] = {}  # save: its request, and how many workers are still at it
         self._number = 0
+        self._computed = False  # the last step has, so that the engine may have more at once
         self._orders = Orders()
         self._said: set[str] = set()
 
@@ -323,6 +324,8 @@ class SchedulerSide:
         orders, self._orders = self._orders, Orders()
         now = self._now()
         orders.tokens = step.tokens
+        orders.idle = not step.tokens and not self._computed and not self._asks_the_pool()
+        self._computed = step.tokens > 0
         for request_id in step.preempted:
             self._preempted(request_id, orders)
         storing = self._saves and self._pool is not None
@@ -338,6 +341,9 @@ class SchedulerSide:
             if storing:
                 self._save(request, scheduled.computed_after, orders, now)
         return orders
+
+    def _asks_the_pool(self) -> bool:
+        return any(request.looking is not None for request in self._requests.values())
 
     def _send(self, request: Request, computed: int, orders: Orders) -> None:
         prompt, size = request.asked.prompt_tokens, self._block_tokens

@@ -1,7 +1,7 @@
 """A worker's side: loads and pulls into its registered cache, and saves from it, beside the engine's steps.
 
 Knows blocks of tensors as arrays of any library, and what it is ordered to do; imports no vLLM. Driven by the façade, on the
-engine's thread, which never waits here: futures are looked at once in each step.
+engine's thread, which waits here only in a step that has nothing to do, and shortly: futures are looked at once in each step.
 """
 
 import logging
@@ -21,6 +21,10 @@ from kvferry.connectors.vllm.settings import Settings
 __all__ = ["WorkerSide", "place_of"]
 
 log = logging.getLogger("kvferry.vllm")
+
+# How long a step that has nothing to do waits for a handover to end. vLLM steps hundreds of times a second while a request
+# waits for its blocks, which takes the cores of whoever computes them. A request that comes meanwhile is seen after it.
+IDLE_S = 0.01
 
 
 class _Tensor(Protocol):
@@ -49,9 +53,17 @@ class _Saving:
 
 class WorkerSide:
     def __init__(
-        self, settings: Settings, *, rank: int = 0, world: int = 1, now: Callable[[], float] = time.monotonic
+        self,
+        settings: Settings,
+        *,
+        rank: int = 0,
+        world: int = 1,
+        may_wait: bool = True,
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
+        """``may_wait``: a step without tokens holds up nobody but this engine."""
         self._settings, self._rank, self._world, self._now = settings, rank, world, now
+        self._may_wait = may_wait
         self._pool: Pool | None = None
         self._ferry: Ferry | None = None
         self._place: Place | None = None
@@ -64,6 +76,7 @@ class WorkerSide:
         self._begun: Orders | None = None
         self._layers: dict[str, int] = {}
         self._tokens, self._began = 0, 0.0
+        self._idle = False
 
     def registered(self, tensors: "dict[str, Any]", blocks: int, attention: str = "") -> Place:
         """The engine's cache: one tensor for each layer, whose dim 0 counts ``blocks``.
@@ -104,6 +117,7 @@ class WorkerSide:
         if self._ferry is not None:
             self._ferry.begin(orders)
         self._tokens, self._began = orders.tokens, self._now()
+        self._idle = orders.idle and self._may_wait
 
     def start_loads(self, orders: Orders) -> None:
         for load in orders.loads:
@@ -150,7 +164,19 @@ class WorkerSide:
 
     def finished(self) -> tuple[set[str], set[str]]:
         """The requests whose blocks nobody reads any more, of those that are awaited, and those whose loads have ended in
-        whatever way; each once."""
+        whatever way; each once. Of an idle step that waits for a handover it returns when one has ended, or soon."""
+        ended = self._ended()
+        if self._idle and self._ferry is not None and not any(ended) and self._only_handovers(self._ferry):
+            self._ferry.wait(IDLE_S)
+            ended = self._ended()
+        return ended
+
+    def _only_handovers(self, ferry: Ferry) -> bool:
+        """Nothing is under way but what wakes `Ferry.wait`, and nothing is there to be reported."""
+        wakes = (ferry.waits or self._awaited) and not ferry.pushes
+        return bool(wakes) and not (self._loading or self._saving or self._report)
+
+    def _ended(self) -> tuple[set[str], set[str]]:
         received = set()
         for load in self._lost:
             received.add(load.request_id)
