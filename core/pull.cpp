@@ -429,12 +429,16 @@ void Pull::choose_transport() {
     if (transport_ != Transport::map && (usable & cma_bit) != 0) transport_ = Transport::cma;
   }
   const bool cma_suits = source_->geometry.kind == "host" && !of_files && link_->transports(cma_bit) != 0;
-  if (transport_ == Transport::socket && (usable & socket_bit) == 0)
+  if (transport_ == Transport::socket && (usable & socket_bit) == 0) {
+    // A segment goes with its cache or with the link, at any moment: that is what happened then.
+    if (must_stop()) throw Error(stop_reason());
+    if (link_->peer.page && !source_stands()) throw Error(gone());
     throw Error(Kind::unsupported, ask_.target.label() + " cannot be pulled by the transports that are allowed: " +
                                        (cma_suits ? "it is memory owned by its caller; allow cma or socket"
                                        : of_files ? "it, or where it is to go, is memory mapped from a file (shared memory too), which has to be sent; allow socket"
                                                   : "it, or where it is to go, is " + source_->geometry.kind +
                                                         " memory that has to be sent; allow socket"));
+  }
   if (transport_ != Transport::socket && ask_.keep && !was_kept_ && !source_->consume && !ask_.source) {
     link_->keep(ask_.target, source_);
     was_kept_ = true;
