@@ -22,7 +22,7 @@ static void fill(std::vector<unsigned char>& bytes, unsigned seed) {
 }
 
 static void a_copy_writes_its_bytes_and_no_others() {
-  for (const std::size_t bytes : {0, 1, 63, 1023, 1024, 1025, 1600, 4096, 32'767, 262'144 + 77}) {
+  for (const std::size_t bytes : {0, 1, 63, 1023, 1024, 1025, 1600, 4096, 32'767, 32'768 + 64, 49'151 + 64, 262'144 + 77}) {
     std::vector<unsigned char> from(bytes + 64), to(bytes + 128), expected(bytes + 128);
     fill(from, 1);
     for (const std::size_t to_offset : {0, 1, 32, 63}) {
