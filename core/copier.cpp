@@ -102,24 +102,24 @@ __attribute__((target("avx2"))) void stream_avx2(void* to, const void* from, std
   at.tail();
 }
 
-inline void one_line_sse2(const Streams& at) {
-  const auto* from = reinterpret_cast<const __m128i*>(at.from);
-  auto* to = reinterpret_cast<__m128i*>(at.to);
-  const __m128i a = _mm_loadu_si128(from), b = _mm_loadu_si128(from + 1);
-  const __m128i c = _mm_loadu_si128(from + 2), d = _mm_loadu_si128(from + 3);
-  _mm_stream_si128(to, a);
-  _mm_stream_si128(to + 1, b);
-  _mm_stream_si128(to + 2, c);
-  _mm_stream_si128(to + 3, d);
+inline void one_line_sse2(char* to, const char* from) {
+  const auto* in = reinterpret_cast<const __m128i*>(from);
+  auto* out = reinterpret_cast<__m128i*>(to);
+  const __m128i a = _mm_loadu_si128(in), b = _mm_loadu_si128(in + 1);
+  const __m128i c = _mm_loadu_si128(in + 2), d = _mm_loadu_si128(in + 3);
+  _mm_stream_si128(out, a);
+  _mm_stream_si128(out + 1, b);
+  _mm_stream_si128(out + 2, c);
+  _mm_stream_si128(out + 3, d);
 }
 
 void stream_sse2(void* to, const void* from, std::size_t bytes) {
   Streams at(to, from, bytes);
   for (; at.bytes >= 64 + at.ahead; at.step(64)) {
     _mm_prefetch(at.from + at.ahead, _MM_HINT_NTA);
-    one_line_sse2(at);
+    one_line_sse2(at.to, at.from);
   }
-  for (; at.bytes >= 64; at.step(64)) one_line_sse2(at);
+  for (; at.bytes >= 64; at.step(64)) one_line_sse2(at.to, at.from);
   at.tail();
 }
 
@@ -135,15 +135,9 @@ void stream_four_pages(void* to, const void* from, std::size_t bytes) {
     for (std::size_t line = 0; line < page; line += 64) {
       const std::size_t next = line + ahead < page ? ahead : last ? 0 : pages - page + ahead;
       for (std::size_t first = 0; first < pages; first += page) {
-        const auto* in = reinterpret_cast<const __m128i*>(at.from + first + line);
-        auto* out = reinterpret_cast<__m128i*>(at.to + first + line);
-        _mm_prefetch(reinterpret_cast<const char*>(in) + next, _MM_HINT_T0);
-        const __m128i a = _mm_loadu_si128(in), b = _mm_loadu_si128(in + 1);
-        const __m128i c = _mm_loadu_si128(in + 2), d = _mm_loadu_si128(in + 3);
-        _mm_stream_si128(out, a);
-        _mm_stream_si128(out + 1, b);
-        _mm_stream_si128(out + 2, c);
-        _mm_stream_si128(out + 3, d);
+        const std::size_t place = first + line;
+        _mm_prefetch(at.from + place + next, _MM_HINT_T0);
+        one_line_sse2(at.to + place, at.from + place);
       }
     }
   }

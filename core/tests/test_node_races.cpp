@@ -521,6 +521,28 @@ static void links_go_down_while_threads_move() {
   }
 }
 
+// An allocated cache's segment goes with it: that is said, and not that the only transport allowed does not suit.
+static void a_segment_that_goes_with_its_cache_is_its_cache_gone() {
+  Pair pair;
+  pair.there->registry().create_pool(64 << 20, 12, 64 << 10);
+  Owned into(pair.here->registry(), {"into", 2, 8, 8192});
+  Contest contest{.enough = Deadline::after_ms(500), .latest = Deadline::after_ms(20'000)};
+  for (unsigned i = 0; contest.undecided(); ++i) {
+    const auto cache = allocated(pair.there->registry(), {"kv", 2, 8, 8192});
+    fill(*cache, 7);
+    std::thread ending([&] {
+      std::this_thread::sleep_for(std::chrono::microseconds(i % 16 * 20));
+      pair.there->registry().deallocate(cache->geometry.cache_id);
+    });
+    const auto result = i % 2 == 0 ? pulled(*pair.here, pair.link, by_name("kv"), *into.cache, whole(), by_map)
+                                   : pushed(*pair.there, pair.back, *cache, by_name("into"), whole(), by_map);
+    if (!result.outcome.ok()) CHECK_ENDS(Kind::not_found, "", result);
+    ++(result.outcome.ok() ? contest.good : contest.gone);
+    ending.join();
+  }
+  contest.check("by map alone, while the cache is deallocated");
+}
+
 int main() {
   many_threads_move_at_once();
   a_pull_through_a_closing_window_gets_its_bytes_or_an_error();
@@ -530,5 +552,6 @@ int main() {
   nothing_is_written_after_the_end();
   an_unlink_ends_under_steady_traffic();
   links_go_down_while_threads_move();
+  a_segment_that_goes_with_its_cache_is_its_cache_gone();
   return TEST_RESULT();
 }

@@ -533,30 +533,6 @@ static void segments_that_come_and_go_cost_no_transport() {
   CHECK(pair.here->statistics(*pair.link).map == "ok");
 }
 
-// Nor is the transport blamed for it by one that may use no other.
-static void a_segment_that_goes_with_its_cache_is_its_cache_gone() {
-  Pair pair;
-  pair.there->registry().create_pool(64 << 20, 12, 64 << 10);
-  Owned into(pair.here->registry(), {"into", 2, 8, 8192});
-  int good = 0, gone = 0;
-  const auto enough = Deadline::after_ms(500), latest = Deadline::after_ms(20'000);
-  for (unsigned i = 0; !enough.passed() || ((good < 3 || gone < 3) && !latest.passed()); ++i) {
-    const auto cache = allocated(pair.there->registry(), {"kv", 2, 8, 8192});
-    fill(*cache, 7);
-    std::thread ending([&] {
-      std::this_thread::sleep_for(std::chrono::microseconds(i % 16 * 20));
-      pair.there->registry().deallocate(cache->geometry.cache_id);
-    });
-    const auto result = i % 2 == 0 ? pulled(*pair.here, pair.link, by_name("kv"), *into.cache, whole(), by_map)
-                                   : pushed(*pair.there, pair.back, *cache, by_name("into"), whole(), by_map);
-    if (!result.outcome.ok()) CHECK_ENDS(Kind::not_found, "", result);
-    (result.outcome.ok() ? good : gone) += 1;
-    ending.join();
-  }
-  std::printf("%d by map alone had moved before their cache went, %d had not\n", good, gone);
-  CHECK(good >= 3 && gone >= 3);
-}
-
 int main() {
   the_transport_follows_memory_and_wish();
   a_node_pulls_from_itself();
@@ -574,6 +550,5 @@ int main() {
   small_pulls_end_with_their_link_and_their_cache();
   memory_of_another_kind_goes_through_its_copier();
   segments_that_come_and_go_cost_no_transport();
-  a_segment_that_goes_with_its_cache_is_its_cache_gone();
   return TEST_RESULT();
 }
