@@ -1,12 +1,9 @@
 """Two vLLM servers, one that prefills and one that decodes, the router of examples/ before them, and a pool beside them."""
 
-import json
 import random
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -14,12 +11,27 @@ from typing import Any
 import pytest
 
 from pool_support import NodeProcess, until
-from vllm_support import BLOCK, ROOT, Server, free_port, make_model, prompt, transfer_config
+from vllm_support import (
+    ASKED,
+    BLOCK,
+    Server,
+    answer_of,
+    asked_of,
+    ended,
+    free_port,
+    make_model,
+    prompt,
+    route,
+    running,
+    streamed,
+    tokens_of,
+    transfer_config,
+    usage,
+)
 
 pytestmark = [pytest.mark.vllm, pytest.mark.deadline(500)]
 
 LENGTH = 300
-ASKED = {"do_remote_decode": True, "do_remote_prefill": False}
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +51,7 @@ class Pair:
             self.prefill.wait()
             self.decode.wait()
             self.port = free_port()
-            self.router = route(self.port, self.prefill, self.decode)
+            self.router = route(self.port, [self.prefill], [self.decode])
         except BaseException:
             self.prefill.kill()
             self.decode.kill()
@@ -56,66 +68,6 @@ class Pair:
         ended(self.router)
         self.prefill.close()
         self.decode.close()
-
-
-def route(port: int, prefill: Server, *decodes: Server, words: Sequence[str] = ()) -> "subprocess.Popen[bytes]":
-    listed = ["--port", str(port), "--prefill", prefill.url]
-    for decode in decodes:
-        listed += ["--decode", decode.url]
-    return subprocess.Popen([sys.executable, str(ROOT / "examples" / "router.py"), *listed, *words])
-
-
-def ended(router: "subprocess.Popen[bytes]") -> None:
-    router.terminate()
-    router.wait(20)
-
-
-def body_of(tokens: list[int], **body: Any) -> dict[str, Any]:
-    asked = {"model": "model", "prompt": tokens, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
-    return asked | {"return_token_ids": True} | body
-
-
-def answer_of(port: int, tokens: list[int], **body: Any) -> Any:
-    """What the router's client hears, whatever it is."""
-    import httpx
-
-    end = time.monotonic() + 60
-    while True:
-        try:
-            return httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=body_of(tokens, **body), timeout=120)
-        except httpx.ConnectError:  # the router is still starting
-            assert time.monotonic() < end
-            time.sleep(0.1)
-
-
-def asked_of(port: int, tokens: list[int], **body: Any) -> dict[str, Any]:
-    answer = answer_of(port, tokens, **body)
-    assert answer.status_code == 200, answer.text
-    return dict(answer.json())
-
-
-def streamed(port: int, tokens: list[int]) -> tuple[list[int], bool]:
-    """The tokens that come, and whether the answer has come to its end."""
-    import httpx
-
-    found: list[int] = []
-    whole = False
-    try:
-        with httpx.stream(
-            "POST", f"http://127.0.0.1:{port}/v1/completions", json=body_of(tokens, stream=True), timeout=120
-        ) as answer:
-            assert answer.status_code == 200
-            for line in answer.iter_lines():
-                if line.startswith("data: {"):
-                    found += json.loads(line.removeprefix("data: "))["choices"][0].get("token_ids") or []
-                whole |= line == "data: [DONE]"
-    except httpx.TransportError:
-        assert not whole
-    return found, whole
-
-
-def tokens_of(answer: dict[str, Any]) -> list[int]:
-    return list(answer["choices"][0]["token_ids"])
 
 
 @pytest.fixture(scope="module")
@@ -201,7 +153,7 @@ def test_fifty_requests_while_pool_and_decode_are_killed(pair: Pair) -> None:
         right = list(threads.map(lambda tokens: alone(pair, tokens), prompts))
     other = pair.start("decode", 1).wait()
     port = free_port()
-    router = route(port, pair.prefill, pair.decode, other)
+    router = route(port, [pair.prefill], [pair.decode, other])
     try:
         answer_of(port, prompts[0])
         answers: dict[int, tuple[list[int], bool]] = {}
@@ -255,7 +207,7 @@ def test_router_killed_and_restarted(pair: Pair) -> None:
         pair.router.kill()
         pair.router.wait(20)
         until(lambda: not any(running(server) for server in (pair.prefill, pair.decode)), 60)
-        pair.router = route(pair.port, pair.prefill, pair.decode)
+        pair.router = route(pair.port, [pair.prefill], [pair.decode])
         assert any(one.result(120) for one in asking)
     tokens = prompt(910, LENGTH)
     before = pair.decode.metrics()["tokens_used:handover"]
@@ -274,15 +226,6 @@ def test_clients_that_go_away_leave_nothing_behind(pair: Pair) -> None:
     tokens = prompt(310, LENGTH)
     assert tokens_of(pair.ask(tokens)) == alone(pair, tokens)
     until(lambda: not any(running(server) or usage(server) for server in (pair.prefill, pair.decode)), 60)
-
-
-def running(server: Server) -> float:
-    seen = server.metrics()
-    return seen["num_requests_running"] + seen["num_requests_waiting"]
-
-
-def usage(server: Server) -> float:
-    return server.metrics()["kv_cache_usage_perc"]
 
 
 def test_prefill_killed_and_restarted(pair: Pair) -> None:
@@ -334,31 +277,6 @@ def test_decode_killed_and_restarted(pair: Pair) -> None:
     given = pair.prefill.complete(tokens, 1, kv_transfer_params=ASKED)["kv_transfer_params"]
     pair.decode.complete(tokens, kv_transfer_params=given)
     assert pair.decode.metrics()["tokens_used:handover"] == LENGTH
-
-
-def test_pushed_layer_by_layer(model: Path, tmp_path: Path) -> None:
-    """Both get the request at once; prefill pushes what it computes into the window that decode has opened."""
-    node = f"127.0.0.1:{free_port()}"
-    servers = [
-        Server(model, transfer_config("kv_producer", pool="off", push=True, listen=node), tmp_path / "prefill.log", 0),
-        Server(model, transfer_config("kv_consumer", pool="off", push=True), tmp_path / "decode.log", 1),
-    ]
-    try:
-        prefill, decode = (server.wait() for server in servers)
-        port = free_port()
-        router = route(port, prefill, decode, words=["--prefill-node", node])
-        try:
-            for seed in range(3):
-                tokens = prompt(600 + seed, 1000 + seed)
-                assert tokens_of(asked_of(port, tokens)) == tokens_of(prefill.complete(tokens))
-        finally:
-            ended(router)
-        assert decode.metrics()["tokens_used:handover"] == 3003
-        prefill.complete([1, 2, 3])
-        assert prefill.metrics()["handovers:pushed"] == 3
-    finally:
-        for server in servers:
-            server.close()
 
 
 def test_two_tensor_parallel_workers(model: Path, tmp_path: Path) -> None:
