@@ -33,12 +33,16 @@ class Fleet:
 
     def __init__(self, folder: Path) -> None:
         self.model, self.folder, self.port = smollm2(), folder, free_port()
+        self.nodes = [f"127.0.0.1:{free_port()}" for _ in range(2)]
         self.prefills = [self.start("prefill", number) for number in range(2)]
         self.decodes = [self.start("decode", number) for number in range(2)]
 
     def start(self, kind: str, number: int, port: int = 0) -> Server:
-        role = {"prefill": "kv_producer", "decode": "kv_consumer"}[kind]
-        config = transfer_config(role, pool="off", pull_timeout_ms=20_000)
+        role, listen = {
+            "prefill": ("kv_producer", self.nodes[number]),
+            "decode": ("kv_consumer", "127.0.0.1:0"),
+        }[kind]
+        config = transfer_config(role, pool="off", push=True, listen=listen, pull_timeout_ms=20_000)
         few = ["--num-gpu-blocks-override", "64", "--max-model-len", "512"]
         return Server(self.model, config, self.folder / f"{kind}{number}.log", number, *few, port=port)
 
@@ -46,10 +50,11 @@ class Fleet:
     def servers(self) -> list[Server]:
         return self.prefills + self.decodes
 
-    def ask(self, prompts: list[list[int]]) -> list[list[int]]:
+    def ask(self, prompts: list[list[int]], port: int = 0) -> list[list[int]]:
         """So many at once, of the router."""
+        port = port or self.port
         with ThreadPoolExecutor(AT_ONCE) as threads:
-            return [tokens_of(answer) for answer in threads.map(lambda tokens: asked_of(self.port, tokens), prompts)]
+            return [tokens_of(answer) for answer in threads.map(lambda tokens: asked_of(port, tokens), prompts)]
 
     def alone(self, prompts: list[list[int]]) -> list[list[int]]:
         """What a server answers that hands nothing over, and then forgets."""
@@ -72,9 +77,9 @@ class Fleet:
         lost = [n for server in self.decodes for n in missed({}, server.metrics()).values()]
         return sum(lost) + sum(self.taken())
 
-    def offered(self) -> list[float]:
-        """Requests that each prefill has offered."""
-        return [server.metrics().get("handovers:offered", 0) for server in self.prefills]
+    def handovers(self, how: str) -> list[float]:
+        """Requests of each prefill."""
+        return [server.metrics().get(f"handovers:{how}", 0) for server in self.prefills]
 
     def close(self) -> None:
         for server in self.servers:
@@ -107,8 +112,23 @@ def test_every_request_of_a_fleet_is_handed_over(fleet: Fleet) -> None:
     taken = fleet.taken()
     assert sum(taken) == REQUESTS * LENGTH and all(taken), taken
     assert sum(server.metrics()["external_prefix_cache_hits"] for server in fleet.decodes) == REQUESTS * LENGTH
-    assert fleet.offered() == [REQUESTS / 2, REQUESTS / 2]
+    assert fleet.handovers("offered") == [REQUESTS / 2, REQUESTS / 2]
     fleet.at_rest()
+
+
+def test_every_request_of_a_fleet_is_pushed(fleet: Fleet) -> None:
+    asked = prompts(3000)
+    right = fleet.alone(asked)
+    taken, port = sum(fleet.taken()), free_port()
+    words = [word for node in fleet.nodes for word in ("--prefill-node", node)]
+    router = route(port, fleet.prefills, fleet.decodes, words)
+    try:
+        assert fleet.ask(asked, port) == right
+    finally:
+        ended(router)
+    assert sum(fleet.taken()) == taken + REQUESTS * LENGTH
+    fleet.at_rest()
+    assert fleet.handovers("pushed") == [REQUESTS / 2, REQUESTS / 2]
 
 
 def test_a_prefill_of_a_fleet_is_killed_and_comes_back(fleet: Fleet) -> None:
@@ -136,5 +156,5 @@ def test_a_prefill_of_a_fleet_is_killed_and_comes_back(fleet: Fleet) -> None:
     fleet.prefills[1] = fleet.start("prefill", 1, fleet.prefills[1].port).wait()
     assert fleet.ask(asked[-4:]) == right[-4:]
     assert sum(fleet.taken()) == taken + 8 * LENGTH
-    assert fleet.offered()[1] == 2
+    assert fleet.handovers("offered")[1] == 2
     fleet.at_rest()
