@@ -27,6 +27,13 @@ from kvferry.connectors.vllm.settings import Settings, Wishes
         ({"listen": "somewhere"}, "listen"),
         ({"listen": "0.0.0.0:7000"}, "advertise"),
         ({"namespace": 7}, "namespace"),
+        ({"advertise": "host:7000"}, "advertise.*the host alone"),
+        ({"advertise": "http://host"}, "advertise"),
+        ({"advertise": " "}, "advertise"),
+        ({"advertise": "::1"}, "advertise"),
+        ({"listen": "0.0.0.0:7000", "advertise": "0.0.0.0"}, "advertise"),
+        ({"secret_file": "/no/such/file"}, "secret_file.*/no/such/file"),
+        ({"node_secret_file": "/"}, "node_secret_file"),
     ],
     ids=str,
 )
@@ -42,6 +49,14 @@ def test_pools_as_they_may_be_named(tmp_path: Path) -> None:
     assert Settings.read({"pool": ["a:1", "b:2"]}).members == ["a:1", "b:2"]
     (tmp_path / "secret").write_text("word\n")
     assert Settings.read({"node_secret_file": str(tmp_path / "secret")}).node_secret == "word"
+
+
+@pytest.mark.parametrize("name", ["secret_file", "node_secret_file"])
+@pytest.mark.parametrize("content", [b"", b" \n", b"\xff\xfe"], ids=["empty", "blank", "no text"])
+def test_a_file_without_a_secret_is_no_leave_to_do_without_one(tmp_path: Path, name: str, content: bytes) -> None:
+    (tmp_path / "secret").write_bytes(content)
+    with pytest.raises(kvferry.InvalidArgument, match=f"'{name}' is '{tmp_path}/secret'"):
+        Settings.read({name: f"{tmp_path}/secret"})
 
 
 def test_each_rank_listens_at_a_port_of_its_own() -> None:

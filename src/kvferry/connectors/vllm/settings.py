@@ -2,6 +2,7 @@
 (``kv_transfer_params``). Pure values; every wrong word gets a sentence that names it and what is possible.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -12,6 +13,8 @@ from kvferry import InvalidArgument
 __all__ = ["Settings", "Wishes"]
 
 LONGEST_MS = 24 * 3600 * 1000
+ANYWHERE = ("0.0.0.0", "[::]", "")  # where one may listen, and nobody can be found
+HOST = re.compile(r"[\w.-]+|\[[\w:.%]+\]")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,11 +83,8 @@ class Settings:
         settings = cls(**given)
         for field in fields(cls):
             _check(f"kv_connector_extra_config {field.name!r}", field.name, getattr(settings, field.name))
-        if (
-            settings.handover
-            and not settings.advertise
-            and settings.listen.rpartition(":")[0] in ("0.0.0.0", "[::]", "")
-        ):
+        settings.secret, settings.node_secret  # noqa: B018 - a file that has none is told of now
+        if settings.handover and not settings.advertise and settings.listen.rpartition(":")[0] in ANYWHERE:
             raise InvalidArgument(
                 f"kv_connector_extra_config 'listen' is {settings.listen!r}: say with 'advertise' at which host other instances "
                 "are to find this one"
@@ -102,11 +102,11 @@ class Settings:
 
     @property
     def secret(self) -> str | None:
-        return _content(self.secret_file)
+        return _content("secret_file", self.secret_file)
 
     @property
     def node_secret(self) -> str | None:
-        return _content(self.node_secret_file)
+        return _content("node_secret_file", self.node_secret_file)
 
     def place_of(self, rank: int) -> str:
         """Where the worker of this rank listens."""
@@ -131,10 +131,28 @@ def _check(what: str, name: str, value: Any) -> None:
         raise InvalidArgument(f'{what} is {value!r}: give "auto", "always" or "never"')
     elif name == "listen" and not value.rpartition(":")[2].isdecimal():
         raise InvalidArgument(f'{what} is {value!r}: give "host:port", with port 0 for a free one')
+    elif name == "advertise" and value and (value in ANYWHERE or not HOST.fullmatch(value)):
+        raise InvalidArgument(
+            f"{what} is {value!r}: give the host alone at which other instances find this one, such as "
+            '"10.0.0.7" or "[fd00::7]"; the port is that of \'listen\''
+        )
 
 
-def _content(file: str) -> str | None:
-    return Path(file).read_text().strip() if file else None
+def _content(name: str, file: str) -> str | None:
+    if not file:
+        return None
+    try:
+        content = Path(file).read_text(encoding="utf-8").strip()
+    except (OSError, ValueError) as error:  # ValueError: not UTF-8, or no path
+        raise InvalidArgument(
+            f"kv_connector_extra_config {name!r} is {file!r}, which cannot be read: {error}; give a file of text with the secret"
+        ) from None
+    if not content:
+        raise InvalidArgument(
+            f"kv_connector_extra_config {name!r} is {file!r}, which is empty: write the secret into it, or leave {name!r} out "
+            "to do without one"
+        )
+    return content
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
