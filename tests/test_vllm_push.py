@@ -20,7 +20,7 @@ def pair() -> Iterator[Pair]:
     made: list[Engine] = []
 
     def make(**settings: Any) -> tuple[Engine, Engine]:
-        made.extend(Engine(handover=True, push=True, **{"layers": 5} | settings) for _ in range(2))
+        made.extend(Engine(handover=True, **{"layers": 5, "push": True} | settings) for _ in range(2))
         return made[-2], made[-1]
 
     yield make
@@ -312,3 +312,40 @@ def test_a_worker_that_others_wait_for_in_each_step_does_not_wait(pair: Pair, mo
     with counting_waits(decode, monkeypatch) as waited:
         decode.run("b", prompt(34, 43), params=to_decode)
     assert not waited
+
+
+def test_requests_of_one_name_all_end_right(pair: Pair) -> None:
+    """As of a router that gives one name to all answers, or all prompts, of a request."""
+    prefill, decode = pair(chunk=7)
+    to_prefill, to_decode = asked(prefill)
+    prompts = [prompt(61, 43), prompt(61, 43), prompt(62, 43)]
+    takers = [decode.add(f"b{i}", tokens, output=3, params=to_decode) for i, tokens in enumerate(prompts)]
+    waits(prefill, decode)
+    givers = [prefill.add(f"a{i}", tokens, params=to_prefill) for i, tokens in enumerate(prompts)]
+    together(prefill, decode, *takers, *givers)
+    assert [taker.taken for taker in takers] == [43, 0, 0]
+    prefill.settle()
+    decode.settle()
+
+
+def test_who_expects_what_is_being_pushed_to_another_one_computes(pair: Pair) -> None:
+    """Part of it has left: the rest must not be taken for all. As of a router that asks another decode instance."""
+    prefill, first = pair(chunk=7)
+    _, second = pair()
+    to_prefill, to_decode = asked(prefill)
+    tokens = prompt(63, 43)
+    taker = first.add("b", tokens, params=to_decode)
+    waits(prefill, first)
+    giver = prefill.add("a", tokens, params=to_prefill)
+    prefill.step()
+    assert giver.state == "running"
+    assert second.run("c", tokens, output=3, params=to_decode).taken == 0
+    together(prefill, first, giver, taker)
+    assert taker.taken == 43
+
+
+def test_a_prefill_that_pushes_none_holds_no_window_that_nobody_comes_for(pair: Pair) -> None:
+    prefill, _ = pair(push=False)
+    prefill.run("a", prompt(64, 43), params={"do_remote_decode": True, "kvferry_push": "p"})
+    prefill.settle()
+    assert "handovers:offered" not in prefill.counted()

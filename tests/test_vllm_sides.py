@@ -597,6 +597,45 @@ def test_words_of_others_are_computed(
     assert "both instances must run kvferry's connector" in caplog.text
 
 
+@pytest.mark.parametrize("port", [float("inf"), float("nan"), 1.5, -1, 0, 65536, 10**12, None, [1], {}, ""], ids=str)
+@pytest.mark.parametrize("push", [False, True], ids=["no push", "push"])
+def test_a_push_by_nobody_is_computed(
+    engines: Engines, port: Any, push: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    decode = engines(pool="off", handover=True, push=push)
+    params = {"do_remote_prefill": True, "kvferry_push": "p", "remote_host": "127.0.0.1", "remote_port": port}
+    assert decode.run("b", prompt(82, 41), params=params).made == 41
+    assert "do not say by whom" in caplog.text
+
+
+@pytest.mark.parametrize("name", [1.5, [1], {"a": 1}, True], ids=str)
+def test_a_push_by_no_name_is_computed(engines: Engines, name: Any) -> None:
+    engine = engines(pool="off", handover=True, push=True)
+    for asked in ({"do_remote_prefill": True}, {"do_remote_decode": True}):
+        where = {"remote_host": "127.0.0.1", "remote_port": 1}
+        assert engine.run(str(asked), prompt(83, 41), params=asked | where | {"kvferry_push": name}).made == 41
+
+
+def test_half_a_character_in_a_tenant_is_a_tenant(engines: Engines) -> None:
+    engine, tokens = engines(), prompt(84, 21)
+    for name, taken in (("\ud800", 0), ("\ud801", 0), ("\ud800", 20)):
+        assert engine.run("a", tokens, params={"kvferry": {"tenant": name}}).taken == taken
+        engine.settle()
+
+
+def test_a_request_whose_prompt_is_to_be_computed_whole_takes_nothing(engines: Engines) -> None:
+    saver, loader = engines(), engines()
+    tokens = prompt(85, 41)
+    saver.run("a", tokens)
+    saver.settle()
+    assert loader.run("b", tokens, whole=True).taken == 0
+    assert loader.counted()["tokens_missed:not_wanted"] == 40
+    prefill, decode = pair(engines)
+    answer = prefilled(prefill, tokens)
+    assert decode.run("c", tokens, params=answer, whole=True).made == 41
+    prefill.settle()  # long before the window's time is up
+
+
 def test_a_handover_that_fails_may_be_in_the_pool(engines: Engines) -> None:
     prefill, decode = engines(handover=True, window_ttl_ms=50), engines(handover=True)
     tokens = prompt(83, 41)

@@ -178,6 +178,7 @@ class KvferryConnector(KVConnectorBase_V1):
                 str(request.cache_salt or ""),
                 "" if adapter is None else f"{adapter.lora_name} {getattr(adapter, 'lora_path', '')}",
                 "multimodal" if request.mm_features else "embedded" if request.prompt_embeds is not None else "",
+                bool(getattr(request, "skip_reading_prefix_cache", False)),  # not every vLLM heeds it for connectors
             )
         )
 

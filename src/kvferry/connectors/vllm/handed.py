@@ -6,7 +6,7 @@ The words are those that the proxies between prefill and decode instances of vLL
 
 import secrets
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -147,10 +147,15 @@ def read(params: Mapping[str, Any]) -> Handed:
     """:raises InvalidArgument: they are not what :func:`write` makes, and the sentence says what is wrong."""
     if params.get("kvferry_push"):
         try:
-            host, port = str(params["remote_host"]), int(params["remote_port"])
-        except (KeyError, TypeError, ValueError):
-            raise InvalidArgument("it is to be pushed, and remote_host and remote_port do not say by whom") from None
-        return Handed([f"{host}:{port}"], [], [], 0, "", "", "", str(params["kvferry_push"]))
+            whom = msgspec.convert(
+                {name: params[name] for name in _TO_PUSH if name in params}, type=_ToPush, strict=False
+            )
+        except msgspec.ValidationError as error:
+            raise InvalidArgument(
+                f"it is to be pushed, and its kv_transfer_params do not say by whom ({error}): remote_host and remote_port are "
+                "where the prefill's connector listens, kvferry_push is a string"
+            ) from None
+        return Handed([f"{whom.remote_host}:{whom.remote_port}"], [], [], 0, "", "", "", whom.kvferry_push)
     try:
         given = msgspec.convert({name: params[name] for name in _NEEDED if name in params}, type=_Words, strict=True)
         windows = [bytes.fromhex(name) for name in given.kvferry_windows]
@@ -182,6 +187,15 @@ class _Words(msgspec.Struct):
 
 
 _NEEDED = _Words.__struct_fields__
+
+
+class _ToPush(msgspec.Struct):
+    kvferry_push: str
+    remote_host: str
+    remote_port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
+
+
+_TO_PUSH = _ToPush.__struct_fields__
 
 
 def new_token() -> bytes:

@@ -64,12 +64,19 @@ class Sending:
         self._open: list[LayerPush] = []
 
     def expected(self, said: Expecting, now: float) -> str:
-        """Somebody waits for a request; why that is in vain, or ``""``. From the thread that answers."""
+        """Somebody waits for a request; why that is in vain, or ``""``. From the thread that answers.
+
+        Who comes when something has left for somebody else would get the rest alone, and must not take it for all.
+        """
         if said.geometry != self._geometry:
             return f"its blocks are {said.geometry}, those here {self._geometry}"
         link = self._links.to(said.address, ASKING_MS)
         with self._lock:
             sent = self._sent.setdefault(said.id, _Sent(now + self._ttl_s))
+            if sent.pushes or sent.arrived is not None:
+                return (
+                    f"it is already being pushed to {sent.expecting.address if sent.expecting else 'another instance'}"
+                )
             sent.expecting, sent.link = said, link
         return ""
 
@@ -77,6 +84,8 @@ class Sending:
         """Before the step that computes these blocks; its layers leave as `layer_ready` says."""
         with self._lock:
             sent = self._sent.setdefault(send.id, _Sent(now + self._ttl_s))
+            if sent.finished is not None:
+                return  # an earlier request of this name is still on its way, and its blocks are what is being read
             sent.send, sent.until = send, now + self._ttl_s
             push = self._begun(sent)
         if push is not None:
@@ -158,7 +167,9 @@ class Sending:
 
     def finished(self, push_id: str, whole: bool, now: float) -> None:
         with self._lock:
-            self._sent.setdefault(push_id, _Sent(now + self._ttl_s)).finished = whole
+            sent = self._sent.setdefault(push_id, _Sent(now + self._ttl_s))
+            if sent.finished is None:  # else that of an earlier request of this name
+                sent.finished = whole
 
     def held(self, report: Report, now: float) -> set[str]:
         """Requests whose blocks are still being read. What has ended since the last time is counted and told."""
@@ -234,6 +245,14 @@ class Receiving:
         if not order.blocks:  # nothing is wanted, and whoever would push it is told
             self._threads.submit(self._say, order, b"", rank)
             return ""
+        with self._lock:
+            if order.id in self._received:
+                log.warning(
+                    "request %s is computed: another one waits for what is pushed as %r; give each request a name of its own",
+                    order.request_id,
+                    order.id,
+                )
+                return "unlike"
         try:
             window = self._cache.window(blocks=order.blocks, access="write", ttl_ms=order.timeout_ms)
         except KvferryError as error:

@@ -13,7 +13,8 @@ __all__ = ["Asked", "Handed", "Offer", "Request", "Scheduled", "Step"]
 @dataclass(frozen=True, slots=True)
 class Asked:
     """A request as the engine has it. ``tokens`` grows with its output. ``unkeyed``: why its blocks cannot be told by their
-    tokens alone, ``""`` if they can. ``salt`` and ``adapter`` become part of its keys."""
+    tokens alone, ``""`` if they can. ``salt`` and ``adapter`` become part of its keys. ``whole``: all of its prompt is to be
+    computed here, for what is asked of it is more than its blocks, such as its tokens' probabilities."""
 
     id: str
     tokens: Sequence[int]
@@ -22,6 +23,7 @@ class Asked:
     salt: str = ""
     adapter: str = ""
     unkeyed: str = ""
+    whole: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 from kvferry import InvalidArgument, KvferryError, Pool
 from kvferry.connectors.vllm import handed
@@ -93,14 +94,17 @@ class SchedulerSide:
         ) as error:  # it is computed like any other; what it asks for is not known, so nothing is shared
             log.warning("request %s is neither read from the pool nor stored: %s", asked.id, error)
             wishes = Wishes(store=False, read=False)
+        if asked.whole:
+            wishes = replace(wishes, read=False)
         if self._place is None:  # the workers have not said what they have: this request shares nothing
             wishes = Wishes(store=False, read=False)
-        salt = f"{len(wishes.tenant)} {wishes.tenant} {asked.salt}".encode()
+        salt = f"{len(wishes.tenant)} {wishes.tenant} {asked.salt}".encode("utf-8", "surrogatepass")
         request = Request(asked, wishes, salt, f"{self._model} {asked.adapter}")
         params = asked.params or {}
         request.hands_over = self._windows is not None and bool(params.get("do_remote_decode"))
-        if request.hands_over and self._settings.push:
-            request.pushed_as = str(params.get("kvferry_push") or "")
+        if request.hands_over and params.get("kvferry_push"):
+            request.pushed_as = self._push_name(params["kvferry_push"])
+            request.hands_over = bool(request.pushed_as)  # nobody comes for a window over what is to be pushed
         if params.get("do_remote_prefill") and self._takes_over and self._place is None:
             self.counts.add("handovers", "not_ready")
         elif params.get("do_remote_prefill") and self._takes_over:
@@ -118,8 +122,23 @@ class SchedulerSide:
                 self._say(f"A request that another instance has prefilled is computed again: {why}")
                 self.counts.add("handovers", "unlike")
                 self._let_go(request)
+        if request.handed is not None and asked.whole:
+            self.counts.add("handovers", "not_wanted")
+            self._let_go(request)
         if request.handed is None:
             self._look(request)
+
+    def _push_name(self, name: Any) -> str:
+        """``""`` where the request is not pushed: whoever waits for it computes."""
+        if not self._settings.push:
+            self._say('A request is to be pushed, and this instance pushes none: set "push": true on both')
+        elif not isinstance(name, str):
+            self._say(f"A request is not pushed: kvferry_push is {name!r}; give a string")
+        elif any(other.pushed_as == name for other in self._requests.values()):
+            self._say("A request is not pushed: another one is being pushed by its name; give each a name of its own")
+        else:
+            return name
+        return ""
 
     def _expect_push(self, request: Request) -> None:
         """:raises InvalidArgument: this instance takes none."""
