@@ -18,6 +18,7 @@ import asyncio
 import itertools
 import json
 import logging
+import re
 import uuid
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
@@ -73,13 +74,11 @@ class Router:
 
     async def complete(self, request: Request) -> Response:
         try:
-            body = await request.json()
-        except (json.JSONDecodeError, UnicodeDecodeError):
-            body = None
+            body = _understood(await request.body())
+        except ValueError as error:
+            return _error(400, str(error))
         except ClientDisconnect:
             return Response(status_code=499)
-        if not isinstance(body, dict):
-            return _error(400, "the body is no JSON object")
         try:
             return await _while_there(request, self._completed(request.url.path, _headers(request), body))
         except ClientDisconnect:
@@ -97,6 +96,10 @@ class Router:
 
     async def _completed(self, path: str, headers: dict[str, str], body: dict[str, Any]) -> Response:
         own = body.get("kv_transfer_params") or {}
+        if _several_prompts(
+            body
+        ):  # one answer of a prefill tells of one prompt; the windows of the others would be in vain
+            return await self._decoded(path, headers, body | {"kv_transfer_params": own})
         if self._nodes:
             return await self._pushed(path, headers, body, own)
         given = await self._prefilled(path, headers, _first_token_only(body, {**own, "do_remote_decode": True}))
@@ -128,9 +131,10 @@ class Router:
                 continue
             if 400 <= answer.status_code < 500:
                 return answer
-            if answer.status_code == 200:
-                return answer.json().get("kv_transfer_params") or {}
-            log.warning("prefill at %s answered %d", client.base_url, answer.status_code)
+            given = _given(answer)
+            if given is not None:
+                return given
+            log.warning("prefill at %s answered %d: %.200s", client.base_url, answer.status_code, answer.text)
         return {}  # the decode instance computes it all
 
     async def _decoded(self, path: str, headers: dict[str, str], body: dict[str, Any]) -> Response:
@@ -151,9 +155,39 @@ class Router:
         return _error(503, "no decode instance can be reached")
 
 
+def _understood(content: bytes) -> dict[str, Any]:
+    """:raises ValueError: a body that is no request, or could not be sent on."""
+    try:
+        body = json.loads(content)
+        json.dumps(body, ensure_ascii=False, allow_nan=False).encode()  # as it is sent on
+    except (ValueError, RecursionError):  # also of an infinite number, of half a character
+        body = None
+    if not isinstance(body, dict):
+        raise ValueError("the body is no JSON object")
+    if not isinstance(body.get("kv_transfer_params") or {}, dict):
+        raise ValueError("kv_transfer_params is no JSON object")
+    return body
+
+
+def _several_prompts(body: dict[str, Any]) -> bool:
+    prompt = body.get("prompt")
+    return isinstance(prompt, list) and len(prompt) > 1 and not isinstance(prompt[0], int)
+
+
+def _given(answer: httpx.Response) -> dict[str, Any] | None:
+    """What a prefill instance says of its request; None: it is none, or ill."""
+    try:
+        said = answer.json() if answer.status_code == 200 else None
+    except ValueError:
+        said = None
+    given = said.get("kv_transfer_params") or {} if isinstance(said, dict) else None
+    return given if isinstance(given, dict) else None
+
+
 def _first_token_only(body: dict[str, Any], params: dict[str, Any]) -> dict[str, Any]:
     asked = {name: value for name, value in body.items() if name != "stream_options"}
-    asked |= {name: 1 for name in ("max_completion_tokens", "min_tokens") if asked.get(name)}
+    # One answer as well: each of several would be handed over, and one of them be told of.
+    asked |= {name: 1 for name in ("max_completion_tokens", "min_tokens", "n") if asked.get(name)}
     return asked | {"stream": False, "max_tokens": 1, "kv_transfer_params": params}
 
 
@@ -214,6 +248,14 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--timeout-s", type=float, default=600.0, help="how long an instance may be silent")
     asked = parser.parse_args()
+    for url in asked.prefill + asked.decode:
+        if not re.match("https?://[^/]", url):
+            parser.error(f"{url!r} is no URL: give it as in http://127.0.0.1:8100")
+    for place in asked.prefill_node:
+        if not re.fullmatch(r".+:\d+", place) or int(place.rpartition(":")[2]) > 65535:
+            parser.error(f"{place!r} is no HOST:PORT: give what 'listen' of that prefill's connector says")
+    if asked.prefill_node and len(asked.prefill_node) != len(asked.prefill):
+        parser.error(f"{len(asked.prefill)} --prefill and {len(asked.prefill_node)} --prefill-node: give one for each")
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
     router = Router(asked.prefill, asked.decode, asked.prefill_node, asked.timeout_s)
     uvicorn.run(router.app, host=asked.host, port=asked.port, log_level="warning")
