@@ -545,15 +545,12 @@ NB_MODULE(_core, m) {
       }, "addresses"_a.noconvert(), "unit_bytes"_a = 0)  // nanobind walks a list in place: its items must not run code
       .def("__repr__", &Target::label);
 
-  nb::class_<StreamSums>(m, "StreamSums")
+  nb::class_<ValueSums>(m, "ValueSums")
       .def_static("of", [](const Words<std::uint64_t>& sizes, const Words<std::uint64_t>& seeds) {
         const auto n = sizes.shape(0);
-        if (seeds.shape(0) != n) throw Error(Kind::invalid_argument, sentence(n, " sizes and ", seeds.shape(0), " seeds do not go together"));
-        for (std::size_t i = 0; i < n; ++i)
-          if (sizes(i) == 0) throw Error(Kind::invalid_argument, sentence("value ", i, " has 0 bytes"));
-        return std::make_shared<StreamSums>(std::vector(sizes.data(), sizes.data() + n), std::vector(seeds.data(), seeds.data() + n));
+        return std::make_shared<ValueSums>(std::vector(sizes.data(), sizes.data() + n), std::vector(seeds.data(), seeds.data() + seeds.shape(0)));
       }, "sizes"_a, "seeds"_a)
-      .def("taken", [](const StreamSums& self) -> std::optional<nb::bytes> {
+      .def("taken", [](const ValueSums& self) -> std::optional<nb::bytes> {
         const auto sums = self.taken();
         if (sums.empty()) return std::nullopt;
         return bytes_of({reinterpret_cast<const std::uint8_t*>(sums.data()), sums.size() * sizeof(std::uint64_t)});
@@ -588,7 +585,7 @@ NB_MODULE(_core, m) {
         return std::const_pointer_cast<Moves>(
             Moves::make_row_to_blocks(source_row, to.data(), to.size(), range_of(source_tensors), range_of(destination_tensors)));
       }, "source_row"_a, "destination"_a, nb::kw_only(), "source_tensors"_a = std::pair(0, -1), "destination_tensors"_a = std::pair(0, -1))
-      .def_static("spans", [](nb::ndarray<const std::int64_t, nb::shape<-1, 3>, nb::c_contig, nb::device::cpu> listed, std::shared_ptr<StreamSums> sums) {
+      .def_static("spans", [](nb::ndarray<const std::int64_t, nb::shape<-1, 3>, nb::c_contig, nb::device::cpu> listed, std::shared_ptr<ValueSums> sums) {
         // Negative numbers are beyond 2^63-1 as unsigned ones: refused as such.
         const auto* numbers = reinterpret_cast<const std::uint64_t*>(listed.data());
         const auto n = listed.shape(0);

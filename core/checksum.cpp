@@ -5,8 +5,11 @@
 #include <cstring>
 #include <utility>
 
+#include "error.hpp"
+#include "sentence.hpp"
+
 #ifdef __SSE2__
-#include <emmintrin.h>
+#include <immintrin.h>
 #endif
 
 namespace kvferry {
@@ -18,6 +21,8 @@ namespace {
 constexpr std::uint64_t factor = 0x9E3779B6;
 constexpr std::uint64_t stride = 0x9E3779B97F4A7C15;
 
+using Lanes = std::array<std::uint64_t, Checksum::lanes>;
+
 std::uint64_t mix(std::uint64_t x) noexcept {
   x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9;
   x = (x ^ x >> 27) * 0x94D049BB133111EB;
@@ -26,29 +31,52 @@ std::uint64_t mix(std::uint64_t x) noexcept {
 
 #ifdef __SSE2__
 
-void add_blocks(std::array<std::uint64_t, Checksum::lanes>& lanes, const std::uint8_t* data, std::size_t count) noexcept {
+// A step waits for the one before it, so that hardly a cache line ahead is asked for by itself: of 128 MiB in memory, on an
+// Intel Xeon, 10.2 GB/s instead of 5.9.
+constexpr std::size_t ahead = 4096;
+
+void ask_ahead(const std::uint8_t* data) noexcept {
+  for (std::size_t line = 0; line < Checksum::block_bytes; line += 64) _mm_prefetch(reinterpret_cast<const char*>(data) + ahead + line, _MM_HINT_T0);
+}
+
+void add_blocks_sse2(Lanes& lanes, const std::uint8_t* data, std::size_t count) noexcept {
+  constexpr std::size_t vectors = Checksum::lanes / 2;
   const __m128i factors = _mm_set1_epi64x(static_cast<long long>(factor));
   auto* stored = reinterpret_cast<__m128i*>(lanes.data());
-  __m128i a = _mm_loadu_si128(stored), b = _mm_loadu_si128(stored + 1), c = _mm_loadu_si128(stored + 2), d = _mm_loadu_si128(stored + 3);
-  const auto step = [&factors](__m128i lane, const std::uint8_t* words) {
-    lane = _mm_xor_si128(lane, _mm_loadu_si128(reinterpret_cast<const __m128i*>(words)));
-    lane = _mm_xor_si128(lane, _mm_srli_epi64(lane, 32));
-    return _mm_add_epi64(lane, _mm_mul_epu32(lane, factors));
-  };
-  // A step waits for the one before it, so that hardly a cache line ahead is asked for by itself: of 128 MiB in memory, on an
-  // Intel Xeon, 10.2 GB/s instead of 5.9.
-  constexpr std::size_t ahead = 4096;
+  __m128i here[vectors];
+  for (std::size_t i = 0; i < vectors; ++i) here[i] = _mm_loadu_si128(stored + i);
   for (; count > 0; --count, data += Checksum::block_bytes) {
-    _mm_prefetch(reinterpret_cast<const char*>(data) + ahead, _MM_HINT_T0);
-    a = step(a, data);
-    b = step(b, data + 16);
-    c = step(c, data + 32);
-    d = step(d, data + 48);
+    ask_ahead(data);
+    for (std::size_t i = 0; i < vectors; ++i) {
+      auto x = _mm_xor_si128(here[i], _mm_loadu_si128(reinterpret_cast<const __m128i*>(data) + i));
+      x = _mm_xor_si128(x, _mm_srli_epi64(x, 32));
+      here[i] = _mm_add_epi64(x, _mm_mul_epu32(x, factors));
+    }
   }
-  _mm_storeu_si128(stored, a);
-  _mm_storeu_si128(stored + 1, b);
-  _mm_storeu_si128(stored + 2, c);
-  _mm_storeu_si128(stored + 3, d);
+  for (std::size_t i = 0; i < vectors; ++i) _mm_storeu_si128(stored + i, here[i]);
+}
+
+// The same, twice as wide: 31 GB/s of what lies in a core's cache instead of 17.
+__attribute__((target("avx2"))) void add_blocks_avx2(Lanes& lanes, const std::uint8_t* data, std::size_t count) noexcept {
+  constexpr std::size_t vectors = Checksum::lanes / 4;
+  const __m256i factors = _mm256_set1_epi64x(static_cast<long long>(factor));
+  auto* stored = reinterpret_cast<__m256i*>(lanes.data());
+  __m256i here[vectors];
+  for (std::size_t i = 0; i < vectors; ++i) here[i] = _mm256_loadu_si256(stored + i);
+  for (; count > 0; --count, data += Checksum::block_bytes) {
+    ask_ahead(data);
+    for (std::size_t i = 0; i < vectors; ++i) {
+      auto x = _mm256_xor_si256(here[i], _mm256_loadu_si256(reinterpret_cast<const __m256i*>(data) + i));
+      x = _mm256_xor_si256(x, _mm256_srli_epi64(x, 32));
+      here[i] = _mm256_add_epi64(x, _mm256_mul_epu32(x, factors));
+    }
+  }
+  for (std::size_t i = 0; i < vectors; ++i) _mm256_storeu_si256(stored + i, here[i]);
+}
+
+void add_blocks(Lanes& lanes, const std::uint8_t* data, std::size_t count) noexcept {
+  static const bool wide = __builtin_cpu_supports("avx2") != 0;
+  (wide ? add_blocks_avx2 : add_blocks_sse2)(lanes, data, count);
 }
 
 #else
@@ -60,7 +88,7 @@ std::uint64_t word_at(const std::uint8_t* data) noexcept {
   return word;
 }
 
-void add_blocks(std::array<std::uint64_t, Checksum::lanes>& lanes, const std::uint8_t* data, std::size_t count) noexcept {
+void add_blocks(Lanes& lanes, const std::uint8_t* data, std::size_t count) noexcept {
   auto here = lanes;  // in registers
   for (; count > 0; --count, data += Checksum::block_bytes)
     for (std::size_t i = 0; i < Checksum::lanes; ++i) {
@@ -106,44 +134,71 @@ std::uint64_t Checksum::end() noexcept {
   return all == 0 ? 1 : all;
 }
 
-StreamSums::StreamSums(std::vector<std::uint64_t> sizes, std::vector<std::uint64_t> seeds) : sizes_(std::move(sizes)), seeds_(std::move(seeds)) {
-  sums_.reserve(sizes_.size());
-  open_next();
+namespace {
+
+std::uint64_t checked_total(const std::vector<std::uint64_t>& sizes, const std::vector<std::uint64_t>& seeds) {
+  if (sizes.size() != seeds.size())
+    throw Error(Kind::invalid_argument, sentence(sizes.size(), " sizes and ", seeds.size(), " seeds do not go together"));
+  std::uint64_t total = 0;
+  for (std::size_t i = 0; i < sizes.size(); ++i) {
+    if (sizes[i] == 0) throw Error(Kind::invalid_argument, sentence("value ", i, " has 0 bytes"));
+    if (__builtin_add_overflow(total, sizes[i], &total)) throw Error(Kind::invalid_argument, "the values have more than 2^64-1 bytes");
+  }
+  return total;
 }
 
-void StreamSums::begin() noexcept {
-  const std::lock_guard lock(mutex_);
-  sums_.clear();
-  position_ = 0;
-  open_next();
+}  // namespace
+
+ValueSums::ValueSums(std::vector<std::uint64_t> sizes, std::vector<std::uint64_t> seeds)
+    : sizes_(std::move(sizes)),
+      seeds_(std::move(seeds)),
+      total_(checked_total(sizes_, seeds_)),
+      sums_(sizes_.size()),
+      stream_(*this, 0) {}
+
+void ValueSums::Part::open() noexcept {
+  if (number_ == all_->sizes_.size()) return;
+  sum_ = Checksum(all_->seeds_[number_]);
+  left_ = all_->sizes_[number_];
 }
 
-void StreamSums::open_next() noexcept {
-  if (sums_.size() == sizes_.size()) return;
-  open_ = Checksum(seeds_[sums_.size()]);
-  left_ = sizes_[sums_.size()];
-}
-
-void StreamSums::add(std::uint64_t position, const void* data, std::size_t bytes) noexcept {
-  const std::lock_guard lock(mutex_);
-  if (position > position_ || position + bytes <= position_) return;
-  const auto* at = static_cast<const std::uint8_t*>(data) + (position_ - position);
-  for (std::uint64_t more = position + bytes - position_; more > 0 && sums_.size() < sizes_.size();) {
-    const auto now = std::min(more, left_);
-    open_.add(at, now);
+void ValueSums::Part::add(const void* data, std::size_t bytes) noexcept {
+  const auto* at = static_cast<const std::uint8_t*>(data);
+  while (bytes > 0 && number_ < all_->sizes_.size()) {
+    const auto now = std::min<std::uint64_t>(bytes, left_);
+    sum_.add(at, now);
     at += now;
-    more -= now;
+    bytes -= now;
     left_ -= now;
-    position_ += now;
-    if (left_ > 0) continue;
-    sums_.push_back(open_.end());  // there is room for all of them
-    open_next();
+    if (left_ > 0) return;
+    all_->sums_[number_++] = sum_.end();
+    open();
   }
 }
 
-std::vector<std::uint64_t> StreamSums::taken() const {
+void ValueSums::begin() noexcept {
   const std::lock_guard lock(mutex_);
-  return sums_.size() == sizes_.size() ? sums_ : std::vector<std::uint64_t>{};
+  std::ranges::fill(sums_, 0);
+  position_ = 0;
+  stream_ = Part(*this, 0);
+}
+
+void ValueSums::add(std::uint64_t position, const void* data, std::size_t bytes) noexcept {
+  const std::lock_guard lock(mutex_);
+  if (position > position_ || position + bytes <= position_) return;
+  const auto passed = position_ - position;
+  stream_.add(static_cast<const std::uint8_t*>(data) + passed, bytes - passed);
+  position_ = position + bytes;
+}
+
+void ValueSums::take(const std::vector<std::uint64_t>& sums) noexcept {
+  const std::lock_guard lock(mutex_);
+  if (sums.size() == sums_.size()) std::ranges::copy(sums, sums_.begin());
+}
+
+std::vector<std::uint64_t> ValueSums::taken() const {
+  const std::lock_guard lock(mutex_);
+  return std::ranges::find(sums_, 0U) == sums_.end() ? sums_ : std::vector<std::uint64_t>{};
 }
 
 }  // namespace kvferry

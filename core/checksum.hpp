@@ -14,7 +14,7 @@ namespace kvferry {
 // Of a stream: how it is cut into calls of `add` makes no difference. Faster than a copy of the same bytes.
 class Checksum {
  public:
-  static constexpr std::size_t lanes = 8;
+  static constexpr std::size_t lanes = 16;
   static constexpr std::size_t block_bytes = 8 * lanes;
 
   explicit Checksum(std::uint64_t seed) noexcept;
@@ -28,23 +28,43 @@ class Checksum {
   std::uint64_t bytes_ = 0;
 };
 
-// Checksums of values that lie one behind the other in a stream: taken by whoever sends it, while the bytes are in the
-// processor's caches anyway. A stream may be sent anew, or twice at once.
-class StreamSums : public std::enable_shared_from_this<StreamSums> {
+// Checksums of the values of one transfer, which lie one behind the other: taken by whoever sends or copies them, while the
+// bytes are in the processor's caches anyway. A stream may be sent anew, or twice at once.
+class ValueSums : public std::enable_shared_from_this<ValueSums> {
  public:
-  StreamSums(std::vector<std::uint64_t> sizes, std::vector<std::uint64_t> seeds);  // one of each for every value
+  // One of each for every value. Throws Error(invalid_argument) for unequal numbers of them, a size of 0 and more than 2^64-1 bytes.
+  ValueSums(std::vector<std::uint64_t> sizes, std::vector<std::uint64_t> seeds);
+
+  // Those of the values from number `first` on, by one thread, while others take those of others.
+  class Part {
+   public:
+    Part(ValueSums& all, std::size_t first) noexcept : all_(&all), number_(first) { open(); }
+    void add(const void* data, std::size_t bytes) noexcept;  // which follow what was added; beyond the last value nothing is
+
+   private:
+    void open() noexcept;
+    ValueSums* all_;
+    std::size_t number_;
+    Checksum sum_{0};
+    std::uint64_t left_ = 0;
+  };
+
   void begin() noexcept;
   // The bytes at `position` of the stream. Those that were added are passed over, and so is what does not follow them.
   void add(std::uint64_t position, const void* data, std::size_t bytes) noexcept;
-  std::vector<std::uint64_t> taken() const;  // of all values, if every byte of them has come; else empty
+  void take(const std::vector<std::uint64_t>& sums) noexcept;  // from whoever has copied the bytes; of all values, or nothing
+  std::vector<std::uint64_t> taken() const;                    // of all values, if every byte of them has come; else empty
+  const std::vector<std::uint64_t>& sizes() const noexcept { return sizes_; }
+  const std::vector<std::uint64_t>& seeds() const noexcept { return seeds_; }
+  std::uint64_t total() const noexcept { return total_; }
 
  private:
-  void open_next() noexcept;
   const std::vector<std::uint64_t> sizes_, seeds_;
+  const std::uint64_t total_;
   mutable std::mutex mutex_;
-  std::vector<std::uint64_t> sums_;
-  Checksum open_{0};  // of the value after these
-  std::uint64_t position_ = 0, left_ = 0;
+  std::vector<std::uint64_t> sums_;  // 0: not taken
+  Part stream_;
+  std::uint64_t position_ = 0;
 };
 
 }  // namespace kvferry

@@ -89,7 +89,7 @@ struct Moves {
   // (unless keep_order). row_to_blocks: `destination` only, in the given order.
   std::vector<UnitRun> source, destination;
   std::vector<Run> spans;  // spans: as the caller lists them, of each side's only tensor
-  std::shared_ptr<StreamSums> sums;  // spans: whoever streams them takes these; by other transports nobody does
+  std::shared_ptr<ValueSums> sums;  // spans: whoever sends or copies them takes these, if it can; of one transfer at a time
   std::vector<UnitRun> overwritten;  // blocks: the sources of pairs that a later one overwrites, to be checked and not to be read
   std::uint64_t units = 0;
   std::uint64_t source_end = 0, destination_end = 0;  // highest unit + 1, for range checks

@@ -162,6 +162,7 @@ std::shared_ptr<Pull> Node::pull(const std::shared_ptr<Link>& link, Target targe
     }
   }
   auto ask = pull_ask(e, std::move(target), into, std::move(moves), transports);
+  ask.sums = ask.moves->sums;
   ask.keep = told == nullptr;
   ask.told = std::move(told);
   return std::make_shared<Pull>(e, link, deadline, std::move(ask));
@@ -171,7 +172,9 @@ void Node::pull_now(const std::shared_ptr<Link>& link, Target target, std::uint6
                     unsigned transports) {
   auto& e = engine();
   check_names(target, false);
-  Pull at_once(e, link, deadline, pull_ask(e, std::move(target), into, std::move(moves), transports));
+  auto ask = pull_ask(e, std::move(target), into, std::move(moves), transports);
+  ask.sums = ask.moves->sums;
+  Pull at_once(e, link, deadline, std::move(ask));
   if (at_once.run_at_once()) return;
   const auto operation = std::make_shared<Pull>(e, link, deadline, at_once.ask_again_for());
   checked(*operation, operation->run_here());

@@ -23,6 +23,7 @@ constexpr unsigned socket_bit = static_cast<unsigned>(Transport::socket);
 constexpr std::uint64_t cma_piece_bytes = 4 << 20, cma_big_piece_bytes = 16 << 20;
 constexpr std::uint64_t alone_from_bytes = 1 << 20;    // a call more costs 0.5 us
 constexpr std::uint32_t spans_per_piece = 1000;        // with the identity word still below IOV_MAX
+constexpr std::uint64_t summed_at_once_bytes = 128 << 10;  // with what they are copied from, well within a core's cache
 constexpr std::uint64_t small_reply_bytes = 16 << 10;  // taken in one piece and copied on: cheaper than three system calls
 constexpr std::uint64_t at_once_bytes = 64 << 10;
 constexpr std::size_t at_once_spans = 64;
@@ -273,19 +274,19 @@ bool Pull::run_at_once() {
   } catch (const Error&) {  // said by step()
     return false;
   }
-  return transport_ != Transport::socket && !must_stop() && copy_small(touched_);
+  return transport_ != Transport::socket && !must_stop() && copy_small(touched_, ask_.sums.get());
 }
 
 std::optional<Result> Pull::run_again_at_once(const Deadline& deadline, bool& touched) noexcept {
   const auto began = now_ns();
   const Link::Brief counted(*link_);
   const bool usable = (link_->transports(ask_.transports) & static_cast<unsigned>(transport_)) != 0;
-  if (!counted || !usable || began >= deadline.at_ns || !small_enough() || !link_->stands(*source_) || !copy_small(touched)) return std::nullopt;
+  if (!counted || !usable || began >= deadline.at_ns || !small_enough() || !link_->stands(*source_) || !copy_small(touched, nullptr)) return std::nullopt;
   return Result{{}, plan_->total(), now_ns() - began, transport_};
 }
 
 // Of a source that has been found to stand. Changes nothing of this pull: another thread may be doing the same.
-bool Pull::copy_small(bool& touched) noexcept {
+bool Pull::copy_small(bool& touched, ValueSums* sums) noexcept {
   const auto total = plan_->total();
   {
     const Entered entered(engine_.guards, ask_.destination.guards);
@@ -293,6 +294,10 @@ bool Pull::copy_small(bool& touched) noexcept {
     touched = true;
     const PlanCursor all(*plan_);
     if (!(transport_ == Transport::map ? copy_by_map(all, total) : copy_by_cma(all, total)).ok()) return false;
+    if (sums != nullptr && can_be_summed()) {
+      ValueSums::Part part(*sums, 0);
+      add_to(part, all, total);
+    }
   }
   if (!source_stands() || (transport_ != Transport::cma && link_->peer_process_ended())) return false;
   link_->pulls.fetch_add(1, std::memory_order_relaxed);
@@ -463,6 +468,8 @@ bool Pull::copy_one_sided() {
     pieces_open_ = true;
   }
   const auto total = plan_->total();
+  summing_ = ask_.sums != nullptr && can_be_summed();
+  if (summing_) ask_.sums->begin(), next_value_ = 0;
   piece_bytes_ = transport_ == Transport::cma ? std::clamp(total / (4 * (engine_.crew.helpers() + 1)), cma_piece_bytes, cma_big_piece_bytes) : piece_bytes;
   if (total > one_sided_inline_bytes) {
     const auto hands = static_cast<unsigned>(std::min<std::uint64_t>(engine_.crew.helpers(), total / one_sided_inline_bytes));
@@ -509,12 +516,18 @@ void Pull::work() noexcept {
     if (seat) seat->look();
     std::optional<PlanCursor> piece;
     std::uint64_t bytes = 0;
+    std::size_t first_value = 0;
     {
       const std::lock_guard lock(pieces_mutex_);
       if (failed_.load(std::memory_order_relaxed) || cursor_->done()) return;
-      piece = cursor_->split(piece_bytes_, spans_per_piece, bytes);
+      auto most = piece_bytes_;
+      if (summing_) {  // of values whole: a checksum is one thread's
+        const auto& sizes = ask_.sums->sizes();
+        for (most = 0, first_value = next_value_; most < piece_bytes_ && next_value_ < sizes.size();) most += sizes[next_value_++];
+      }
+      piece = cursor_->split(most, summing_ ? UINT32_MAX : spans_per_piece, bytes);
     }
-    auto outcome = must_stop() ? stop_reason() : copy_piece(*piece, bytes);
+    auto outcome = must_stop() ? stop_reason() : summing_ ? copy_summed(*piece, bytes, first_value) : copy_piece(*piece, bytes);
     if (outcome.ok()) continue;
     const std::lock_guard lock(pieces_mutex_);
     if (!failed_.load(std::memory_order_relaxed)) {
@@ -525,18 +538,45 @@ void Pull::work() noexcept {
   }
 }
 
-Outcome Pull::copy_piece(PlanCursor piece, std::uint64_t bytes) noexcept {
+// Bit by bit, so that what has been written is still in this core's cache when it is read again.
+Outcome Pull::copy_summed(PlanCursor piece, std::uint64_t bytes, std::size_t first_value) noexcept {
+  ValueSums::Part sums(*ask_.sums, first_value);
+  for (const auto end = piece.position() + bytes; piece.position() < end;) {
+    std::uint64_t taken = 0;
+    const auto bit = piece.split(std::min(summed_at_once_bytes, end - piece.position()), spans_per_piece, taken);
+    auto outcome = must_stop() ? stop_reason() : copy_piece(bit, taken, &sums);
+    if (!outcome.ok()) return outcome;
+  }
+  return {};
+}
+
+bool Pull::can_be_summed() const noexcept {
+  return copier_of(ask_.destination.kind) == nullptr && !destination_may_shrink() && ask_.sums->total() == plan_->total();
+}
+
+void Pull::add_to(ValueSums::Part& sums, PlanCursor piece, std::uint64_t bytes) const noexcept {
+  const auto& to = ask_.destination.geometry().tensors;
+  while (bytes > 0) {
+    const auto span = piece.next(bytes);
+    sums.add(reinterpret_cast<const void*>(to[plan_->destination_first + span.tensor].address + span.destination), span.bytes);
+    bytes -= span.bytes;
+  }
+}
+
+Outcome Pull::copy_piece(PlanCursor piece, std::uint64_t bytes, ValueSums::Part* sums) noexcept {
   if (!source_stands()) return gone();
   const Entered entered(engine_.guards, ask_.destination.guards);
   if (!entered) return destination_gone();
   any_bytes_.store(true, std::memory_order_relaxed);
-  return transport_ == Transport::map ? copy_by_map(piece, bytes) : copy_by_cma(piece, bytes);
+  auto outcome = transport_ == Transport::map ? copy_by_map(piece, bytes) : copy_by_cma(piece, bytes);
+  if (sums != nullptr && outcome.ok()) add_to(*sums, piece, bytes);
+  return outcome;
 }
 
 Outcome Pull::copy_by_map(PlanCursor piece, std::uint64_t bytes) noexcept {
   const auto& from = source_->geometry.tensors;
   const auto& to = ask_.destination.geometry().tensors;
-  const bool streaming = plan_->total() >= stream_from_bytes, by_kernel = destination_may_shrink();
+  const bool streaming = plan_->total() >= stream_from_bytes && !summing_, by_kernel = destination_may_shrink();
   Copier* copier = copier_of(ask_.destination.kind);
   const auto end = piece.position() + bytes;
   auto span = piece.next(bytes);

@@ -33,6 +33,7 @@ struct PullAsk {
   bool keep = true;                      // the resolution may be kept on the link
   bool resolve_only = false;             // to prepare: nothing is copied
   bool describe_only = false;            // to describe: there is no destination
+  std::shared_ptr<ValueSums> sums;      // of what is written, by a one-sided copy into host memory
   bool touched_before = false;           // something that was tried may have written to the destination already
 };
 
@@ -43,6 +44,7 @@ class Pull : public Operation {
   std::string subject() const override;
   const std::shared_ptr<const Source>& source() const noexcept { return source_; }
   const std::shared_ptr<const Plan>& plan() const noexcept { return plan_; }
+  const ValueSums* sums() const noexcept { return ask_.sums.get(); }
   const std::shared_ptr<const Moves>& moves() const noexcept { return ask_.moves; }
   // Whether it will run to its end on this thread without an answer from anybody and copies at most that much: then
   // its caller need not step aside for others meanwhile. To be asked before it runs.
@@ -72,7 +74,7 @@ class Pull : public Operation {
 
   unsigned one_sided() const noexcept;
   bool small_enough() const noexcept;  // to be copied at once
-  bool copy_small(bool& touched) noexcept;
+  bool copy_small(bool& touched, ValueSums* sums) noexcept;
   void begin_request(wire::Writer request, Phase then);
   bool may_be_answered() const noexcept;        // by all that it has asked for
   bool await_answer(Frame& frame, Need& need);  // one frame on the lane
@@ -85,7 +87,10 @@ class Pull : public Operation {
   void choose_transport();
   bool copy_one_sided();  // false: go on by another transport
   void work() noexcept;
-  Outcome copy_piece(PlanCursor piece, std::uint64_t bytes) noexcept;
+  Outcome copy_piece(PlanCursor piece, std::uint64_t bytes, ValueSums::Part* sums = nullptr) noexcept;
+  Outcome copy_summed(PlanCursor piece, std::uint64_t bytes, std::size_t first_value) noexcept;
+  void add_to(ValueSums::Part& sums, PlanCursor piece, std::uint64_t bytes) const noexcept;
+  bool can_be_summed() const noexcept;
   Outcome copy_by_map(PlanCursor piece, std::uint64_t bytes) noexcept;
   Outcome copy_by_cma(PlanCursor piece, std::uint64_t bytes) noexcept;
   bool source_stands() const noexcept;
@@ -130,6 +135,8 @@ class Pull : public Operation {
   // the one-sided copy, shared with helpers
   std::mutex pieces_mutex_;
   std::uint64_t piece_bytes_ = 0;
+  bool summing_ = false;        // pieces are of whole values then
+  std::size_t next_value_ = 0;
   bool pieces_open_ = false;
   std::atomic<int> inside_{0};
   std::atomic<bool> failed_{false};

@@ -55,7 +55,8 @@ Need Push::converse(const Target& target, const TensorRange& source, const Tenso
     wire::put_guards(request, of_memory() ? std::vector<Guard>{guard_} : std::vector<Guard>{ask_.source->guard, guard_});
     wire::put_geometry(request, ask_.source->geometry);
     wire::put_moves(request, *ask_.moves, source, destination);
-    request.put(static_cast<std::uint32_t>(check_too_.size())).raw(check_too_.data(), check_too_.size() * sizeof(std::uint64_t));
+    wire::put_words(request, check_too_);
+    wire::put_sums(request, ask_.moves->sums.get());
     if (request.body_bytes() > wire::max_request_bytes)
       throw Error(Kind::invalid_argument, "the lists of blocks or spans of one push are too long; push them in several calls");
     set_request(request.take());
@@ -85,6 +86,7 @@ Need Push::converse(const Target& target, const TensorRange& source, const Tenso
   set_request({});
   check_too_.clear();
   touched_ |= answer.outcome.touched || answer.bytes > 0;
+  if (const auto& sums = ask_.moves->sums; sums && !answer.checksums.empty()) sums->take(answer.checksums);
   if (!answer.outcome.ok()) throw Error(answer.outcome);
   bytes_ += answer.bytes;
   transport_ = answer.transport;

@@ -194,7 +194,7 @@ class Send : public Operation {
   Plan plan_;
   PlanCursor cursor_;
   Copier* copier_;
-  std::shared_ptr<StreamSums> sums_;
+  std::shared_ptr<ValueSums> sums_;
   wire::Header header_{};
   std::size_t header_sent_ = sizeof(wire::Header);
   std::uint64_t piece_left_ = 0;
@@ -215,7 +215,8 @@ class Receive : public Pull {
   void ended() noexcept override {
     Pull::ended();
     const auto& r = result();
-    server_lane_->answer(ended_frame(asked_, r.outcome, r.bytes, r.transport));
+    const auto taken = sums() != nullptr && r.outcome.ok() ? sums()->taken() : std::vector<std::uint64_t>{};
+    server_lane_->answer(ended_frame(asked_, r.outcome, r.bytes, r.transport, 0, taken));
     server_lane_->operation_ended(true);
   }
 
@@ -301,10 +302,11 @@ std::shared_ptr<Source> get_resolved(wire::Reader& in, const Target& target) {
 }
 
 std::vector<std::uint8_t> ended_frame(std::uint64_t operation, const Outcome& outcome, std::uint64_t bytes, Transport transport,
-                                      std::uint16_t flags) {
+                                      std::uint16_t flags, const std::vector<std::uint64_t>& checksums) {
   wire::Writer out(wire::Type::ended, operation, flags);
   wire::put_outcome(out, outcome);
   out.put(bytes).put(transport);
+  wire::put_words(out, checksums);
   return out.take();
 }
 
@@ -315,6 +317,7 @@ Ended read_ended(const Frame& frame) {
   ended.outcome = wire::get_outcome(in);
   ended.bytes = in.get<std::uint64_t>();
   ended.transport = static_cast<Transport>(in.get<std::uint8_t>());
+  ended.checksums = wire::get_words(in);
   return ended;
 }
 
@@ -519,8 +522,8 @@ void ServerLane::on_push(const Frame& frame) {
   source->guards = wire::get_guards(in);
   source->geometry = wire::get_push_source(in);
   ask.moves = wire::get_moves(in);
-  std::vector<std::uint64_t> check_too(in.count(sizeof(std::uint64_t)));
-  in.raw(check_too.data(), check_too.size() * sizeof(std::uint64_t));
+  const auto check_too = wire::get_words(in);
+  ask.sums = wire::get_sums(in);
   const bool of_memory = source->geometry.layout == Layout::memory;
   ask.target.by = of_memory ? Target::By::push : Target::By::id;
   ask.target.id = of_memory ? frame.header.operation : source->geometry.cache_id;

@@ -57,7 +57,7 @@ class ServerLane : public Watcher, public std::enable_shared_from_this<ServerLan
 
 // Frames that both directions use.
 std::vector<std::uint8_t> ended_frame(std::uint64_t operation, const Outcome& outcome, std::uint64_t bytes, Transport transport,
-                                      std::uint16_t flags = 0);
+                                      std::uint16_t flags = 0, const std::vector<std::uint64_t>& checksums = {});
 // What a target stands for, as its owner says it: the body of a GEOMETRY.
 void put_resolved(wire::Writer& out, const Resolved& resolved);
 std::shared_ptr<Source> get_resolved(wire::Reader& in, const Target& target);
@@ -65,6 +65,7 @@ struct Ended {
   Outcome outcome;
   std::uint64_t bytes = 0;
   Transport transport = Transport::none;
+  std::vector<std::uint64_t> checksums{};
 };
 Ended read_ended(const Frame& frame);
 

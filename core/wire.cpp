@@ -201,6 +201,28 @@ std::shared_ptr<const Moves> get_moves(Reader& in) {
   return moves;
 }
 
+void put_words(Writer& out, const std::vector<std::uint64_t>& words) { put_list(out, words); }
+
+std::vector<std::uint64_t> get_words(Reader& in) { return get_list<std::uint64_t>(in); }
+
+void put_sums(Writer& out, const ValueSums* sums) {
+  const bool asked = sums != nullptr && sums->sizes().size() <= most_sums;
+  static const std::vector<std::uint64_t> none;
+  put_words(out, asked ? sums->sizes() : none);
+  put_words(out, asked ? sums->seeds() : none);
+}
+
+std::shared_ptr<ValueSums> get_sums(Reader& in) {
+  auto sizes = get_words(in), seeds = get_words(in);
+  if (sizes.empty() && seeds.empty()) return nullptr;
+  if (sizes.size() > most_sums) throw WireError("too many checksums");
+  try {
+    return std::make_shared<ValueSums>(std::move(sizes), std::move(seeds));
+  } catch (const Error& error) {
+    throw WireError(error.what());
+  }
+}
+
 void put_outcome(Writer& out, const Outcome& outcome) {
   out.put(outcome.kind).put(static_cast<std::uint8_t>(outcome.touched)).put(static_cast<std::uint8_t>(outcome.settled));
   out.text(outcome.sentence);

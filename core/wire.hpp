@@ -19,10 +19,11 @@ namespace kvferry::wire {
 
 static_assert(std::endian::native == std::endian::little, "the wire format is written for little-endian machines");
 
-inline constexpr std::uint16_t version = 2;
+inline constexpr std::uint16_t version = 3;
 inline constexpr std::size_t max_piece_bytes = 1 << 20;
 inline constexpr std::size_t max_hello_bytes = 4096;
 inline constexpr std::size_t max_control_bytes = 64 << 10;
+inline constexpr std::size_t most_sums = 4096;  // so that they fit in an answer
 inline constexpr std::size_t max_request_bytes = 64 << 20;
 
 enum class Type : std::uint16_t {
@@ -143,6 +144,10 @@ SourceSelect get_select(Reader&);
 void put_moves(Writer&, const Moves&);
 void put_moves(Writer&, const Moves&, const TensorRange& source, const TensorRange& destination);  // with other tensors
 std::shared_ptr<const Moves> get_moves(Reader&);
+void put_words(Writer&, const std::vector<std::uint64_t>&);
+std::vector<std::uint64_t> get_words(Reader&);
+void put_sums(Writer&, const ValueSums*);  // none, if they are too many for an answer
+std::shared_ptr<ValueSums> get_sums(Reader&);
 void put_outcome(Writer&, const Outcome&);
 Outcome get_outcome(Reader&);
 

@@ -60,7 +60,9 @@ static Bytes push(std::uint64_t operation, const Target& target, const Moves& mo
   wire::put_guards(out, {{1, 1}});
   wire::put_geometry(out, source);
   wire::put_moves(out, moves);
-  return out.put(std::uint32_t{0}).take();
+  wire::put_words(out, {});
+  wire::put_sums(out, moves.sums.get());
+  return out.take();
 }
 
 static Bytes consume(std::uint64_t operation, const Target& target) {

@@ -227,6 +227,25 @@ static void spans_travel_and_are_checked() {
   CHECK(lists([](Moves& m) { m.form = Moves::Form::blocks; }));
 }
 
+static void values_to_be_summed_travel_and_are_checked() {
+  const auto written = [](const ValueSums* sums) { return body_of([&](Writer& out) { put_sums(out, sums); }); };
+  const ValueSums three({5, 1ull << 40, 1}, {7, ~0ull, 0});
+  const auto body = written(&three);
+  Reader in(body);
+  const auto got = get_sums(in);
+  CHECK(got && got->sizes() == three.sizes() && got->seeds() == three.seeds() && in.left() == 0);
+  const auto none = written(nullptr);
+  Reader empty(none);
+  CHECK(get_sums(empty) == nullptr && empty.left() == 0);
+  const std::vector<std::uint64_t> many(most_sums + 1, 1);
+  const ValueSums too_many(many, many);
+  CHECK(written(&too_many) == none);
+  const auto lists = [](const std::vector<std::uint64_t>& sizes, const std::vector<std::uint64_t>& seeds) {
+    return refused(body_of([&](Writer& out) { put_words(out, sizes), put_words(out, seeds); }), [](Reader& reader) { get_sums(reader); });
+  };
+  CHECK(!lists({1, 2}, {3, 4}) && lists({1, 2}, {3}) && lists({}, {3}) && lists({1, 0}, {3, 4}) && lists({~0ull, 1}, {3, 4}) && lists(many, many));
+}
+
 static void only_a_push_describes_the_memory_of_a_process() {
   const auto memory = body_of([](Writer& out) { put_geometry(out, Geometry::of_memory()); });
   CHECK(refused(memory, [](Reader& in) { get_geometry(in); }));
@@ -350,6 +369,7 @@ int main() {
   what_is_put_is_what_is_got();
   moves_of_every_form_travel();
   spans_travel_and_are_checked();
+  values_to_be_summed_travel_and_are_checked();
   only_a_push_describes_the_memory_of_a_process();
   lists_longer_than_their_frame_are_refused_before_they_are_made();
   values_out_of_their_range_are_refused();

@@ -57,14 +57,15 @@ def checksums(
     any more is InvalidArgument then."""
 
 @final
-class StreamSums:
-    """Checksums, as :func:`checksums` has them, of values that follow each other in the bytes that are streamed."""
+class ValueSums:
+    """Checksums, as :func:`checksums` has them, of values that follow each other in the bytes of one transfer at a
+    time."""
 
     @staticmethod
-    def of(sizes: npt.NDArray[np.uint64], seeds: npt.NDArray[np.uint64]) -> StreamSums:
+    def of(sizes: npt.NDArray[np.uint64], seeds: npt.NDArray[np.uint64]) -> ValueSums:
         """Of each value its bytes, at least 1, and its seed."""
     def taken(self) -> bytes | None:
-        """A u64 for each value once every byte was sent; None: they went another way, or not all of them."""
+        """A u64 for each value, when whoever has sent or copied every byte has taken them; else None."""
 
 @final
 class Target:
@@ -139,10 +140,10 @@ class Moves:
         """The i-th listed block receives bytes [i*block, (i+1)*block) of the row; the last listed one only what is left."""
 
     @staticmethod
-    def spans(listed: npt.NDArray[np.int64], sums: StreamSums | None = None) -> Moves:
+    def spans(listed: npt.NDArray[np.int64], sums: ValueSums | None = None) -> Moves:
         """(n, 3), C-contiguous: source offset, destination offset, bytes, of each side's only tensor; copied. Names the first
-        span that cannot be. Unsigned numbers come as the signed ones of the same bits. ``sums``: taken when a push of this
-        process's memory streams these bytes."""
+        span that cannot be. Unsigned numbers come as the signed ones of the same bits. ``sums``: of what is moved, in this
+        order, taken by whoever copies it into host memory, or sends it from this process's memory by a stream."""
 
     @property
     def units(self) -> int: ...

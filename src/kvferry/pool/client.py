@@ -88,7 +88,7 @@ class _Batch:
     _summing: set[int] = field(default_factory=set)  # the threads that read the values' memory for their checksums
     _given_up: bool = False
 
-    def move(self, way: Way, spans: Spans, beside: bool, sums: _core.StreamSums | None = None) -> Moving:
+    def move(self, way: Way, spans: Spans, beside: bool, sums: _core.ValueSums | None = None) -> Moving:
         """From any of the threads that carry the batch out. :raises Unreachable: it has been given up."""
         with self.lock:
             self._go_on()
@@ -781,7 +781,7 @@ class Pool:
             peer.released(link),
         )
         lost: list[tuple[Indices, int]] = []
-        moving: list[tuple[Indices, U64, Moving]] = []
+        moving: list[tuple[Indices, U64, _core.ValueSums | None, Moving]] = []
         size_bytes = 0
         batch.held.add((peer, link, number))
         try:
@@ -798,23 +798,22 @@ class Pool:
                 way = pulling(link, leased.windows[at], leased.resolutions[at])
                 which = found[mine]
                 spans = values.spans(which, offsets[mine], to_node=False)
-                sums = expected[mine] if verified else expected
-                moving.append((which, sums, batch.move(way, spans, beside)))
+                sums = self._sums(batch, space, which) if verified else None
+                moving.append((which, expected[mine if verified else ALL], sums, batch.move(way, spans, beside, sums)))
             if moving:
                 yield
-            for which, sums, move in moving:
+            for which, kept, sums, move in moving:
                 if word := move.end():
                     peer.says(move.why)
                     lost.append((which, code_of(word)))
                 elif verified:
-                    seen = batch.checksums(which, _seeds(space, batch.keys, which))
-                    wrong = which[(seen != sums) & (sums != NO_CHECKSUM)]
+                    wrong = which[(self._taken(batch, space, which, sums) != kept) & (kept != NO_CHECKSUM)]
                     if len(wrong):
                         lost.append((wrong, CORRUPTED))
                         self._drop(peer, link, request.space, _picked(batch.keys, wrong), batch.until)
             through = True
         finally:
-            for _, _, move in moving:
+            for *_, move in moving:
                 move.give_up()
             if not through:
                 batch.over(peer, link, number)
@@ -908,7 +907,7 @@ class Pool:
             copy,
             peer.released(link),
         )
-        moving: list[tuple[Indices | slice, _core.StreamSums | None, Moving]] = []
+        moving: list[tuple[Indices | slice, _core.ValueSums | None, Moving]] = []
         batch.held.add((peer, link, number))
         try:
             asked = peer.asking(request, messages.Reserved, batch.until, link, beside)
@@ -920,25 +919,16 @@ class Pool:
             failed: list[int] = []
             size_bytes = 0
             summed = self._verifies(peer) or (self._checksum == "auto" and peer.beyond_host)
-            at_once = (
-                summed and not peer.streams and not batch.may_shrink
-            )  # of a file the copying tells first what is missing
             checksums = np.zeros(len(places) if summed else 0, np.uint64)
             try:
                 for at, mine in enumerate(_by_window(reserved.window_of, len(reserved.windows))):
                     way = pushing(link, reserved.windows[at])
                     which = chosen[places[mine]]
                     spans = values.spans(which, offsets[mine], to_node=True)
-                    sums = None
-                    if (
-                        summed and peer.streams and not batch.may_shrink
-                    ):  # by whoever sends the bytes, while they are in its cache
-                        sums = _core.StreamSums.of(values.totals[which], _seeds(space, batch.keys, which))
-                    moving.append((mine, sums, batch.move(way, spans, beside or summed, sums)))
+                    sums = self._sums(batch, space, which) if summed else None
+                    moving.append((mine, sums, batch.move(way, spans, beside, sums)))
                 if moving:
                     yield
-                if moving and at_once:  # while the bytes move
-                    checksums = batch.checksums(chosen[places], _seeds(space, batch.keys, chosen[places]))
                 for mine, sums, move in moving:
                     which = chosen[places[mine]]
                     word = move.end()
@@ -948,12 +938,8 @@ class Pool:
                         failed += np.arange(len(places))[mine].tolist()
                         continue
                     size_bytes += values.bytes_of(which)
-                    if summed and not at_once:
-                        taken = None if sums is None else sums.taken()
-                        if taken is None:
-                            checksums[mine] = batch.checksums(which, _seeds(space, batch.keys, which))
-                        else:
-                            checksums[mine] = np.frombuffer(taken, np.uint64)
+                    if summed:
+                        checksums[mine] = self._taken(batch, space, which, sums)
                 if moving:
                     commit = messages.Commit(number, failed, checksums.tobytes())
                     published = peer.asking(commit, messages.Flags, batch.until, link, beside)
@@ -973,6 +959,20 @@ class Pool:
         if not copy:
             batch.codes[chosen] = codes
             batch.moved(size_bytes if committed else 0)
+
+    def _sums(self, batch: _Batch, space: Space, which: Indices) -> _core.ValueSums | None:
+        """For whoever moves those values: it has them in its cache. Of a file the moving tells first what is missing."""
+        assert batch.values is not None
+        if batch.may_shrink:
+            return None
+        return _core.ValueSums.of(batch.values.totals[which], _seeds(space, batch.keys, which))
+
+    def _taken(self, batch: _Batch, space: Space, which: Indices, sums: _core.ValueSums | None) -> U64:
+        """Their checksums, when they have moved: taken now, if nobody has."""
+        taken = None if sums is None else sums.taken()
+        if taken is None:
+            return batch.checksums(which, _seeds(space, batch.keys, which))
+        return np.frombuffer(taken, np.uint64)
 
     def _verifies(self, peer: Peer) -> bool:
         return not peer.same_host if self._checksum == "auto" else self._checksum == "always"

@@ -42,7 +42,7 @@ def ms_left(until: float) -> int:
     return max(0, ceil((until - time.monotonic()) * 1000))  # what is left of a millisecond counts as one
 
 
-def moves_of(spans: Spans, sums: _core.StreamSums | None = None) -> _core.Moves:
+def moves_of(spans: Spans, sums: _core.ValueSums | None = None) -> _core.Moves:
     return _core.Moves.spans(spans.view(np.int64), sums)
 
 
@@ -52,7 +52,7 @@ class Moving:
 
     __slots__ = ("_begun", "_failed", "_moves", "_until", "_way", "why")
 
-    def __init__(self, way: Way, spans: Spans, until: float, sums: _core.StreamSums | None = None) -> None:
+    def __init__(self, way: Way, spans: Spans, until: float, sums: _core.ValueSums | None = None) -> None:
         self._way, self._until, self._moves = way, until, moves_of(spans, sums)
         self._begun: list[_core.Transfer] = []
         self._failed = self.why = ""

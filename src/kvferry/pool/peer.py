@@ -99,7 +99,6 @@ class Peer:
         self.numbers = count(1)  # what reservations and leases are called
         self.same_host: bool | None = None  # what the last link said; None: there was none
         self.why_not = ""  # it could not be reached the last time
-        self.streams = False  # what it is given goes through a socket
         self.beyond_host = False  # processes of other hosts may be its clients
 
     @property
@@ -271,8 +270,7 @@ class Peer:
             raise Unreachable(word, self.why_not) from None
         self._attempts, self.why_not, self._said = 0, "", ""
         self._line = _Line(link)
-        seen = link.statistics()
-        self.same_host, self.streams = seen.same_host, seen.transports["cma"] != "ok"
+        self.same_host = link.statistics().same_host
         return link
 
     def _forget(self, link: "Link | None") -> None:

@@ -51,7 +51,7 @@ class Settings:
     namespace: str = "vllm"
     secret_file: str = ""
     node_secret_file: str = ""
-    checksum: str = "auto"
+    checksum: str = "always"
     model: str = ""
     lookup_timeout_ms: int = 100
     load_timeout_ms: int = 400
