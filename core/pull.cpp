@@ -693,6 +693,7 @@ void Pull::ask_for_stream() {
   small_ = plan_->total() <= one_sided_inline_bytes;
   if (lane_ && lane_->use == LaneUse::small && !small_) give_lane();
   if (!take_lane(small_ ? LaneUse::small : LaneUse::bulk)) return;
+  if (ask_.sums) ask_.sums->begin();  // those of a copy that this stream is in place of are none of these bytes'
   if (!have_select_) select_ = select_of(*plan_, *ask_.moves, source_->geometry);
   transport_ = Transport::socket;
   cursor_.emplace(*plan_);

@@ -11,6 +11,7 @@ import pytest
 
 import kvferry
 from kvferry import _core
+from kvferry.options import TRANSPORTS
 from kvferry.pool import client
 from namespace_support import Inside, network
 from pool_support import NodeProcess, block_bytes_of, names, spoil
@@ -19,6 +20,7 @@ pytestmark = pytest.mark.quick("formula", "corrupted", "same_host")
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "pool.md"
 SIZE = 8 << 10
+CMA, SOCKET = TRANSPORTS["cma"], TRANSPORTS["socket"]
 M = 2**64 - 1
 
 
@@ -259,6 +261,29 @@ def test_a_file_that_has_been_cut_short_cannot_be_saved_and_ends_nobody(tmp_path
         with pytest.raises(kvferry.InvalidArgument, match="not mapped"):
             pool.save([b"cut"], buffers=[whole])
         assert pool.exists([b"whole", b"cut"]).ok.tolist() == [True, False]
+
+
+@pytest.mark.parametrize("size", [64, 3 << 20])
+def test_sums_are_of_the_copy_that_was_the_last(size: int) -> None:
+    owner, reader = kvferry.Node(), kvferry.Node()
+    source, into = np.full((2, size), 3, np.uint8), np.zeros(2 * size, np.uint8)
+    try:
+        cache = owner.register("kv", source, layout="blocks")
+        link = reader.link(owner.listen("127.0.0.1:0"))
+        target = _core.Target.by_id(cache.id)
+        sums = _core.ValueSums.of(np.array([size, size], np.uint64), np.array([5, 6], np.uint64))
+        spans = [(size, into.ctypes.data + size, size), (0, into.ctypes.data, size)]
+        moves = _core.Moves.spans(np.array(spans, np.int64), sums)
+        for _ in range(2):
+            source[1] += 1
+            link._core.pull(target, None, moves, 20_000, CMA)
+            taken = np.frombuffer(sums.taken() or b"", np.uint64)
+            assert taken.tolist() == [checksum([source[1].tobytes()], 5), checksum([source[0].tobytes()], 6)]
+        link._core.pull(target, None, moves, 20_000, SOCKET)  # a stream, of which its reader takes none
+        assert sums.taken() is None and (into.reshape(2, size) == source).all()
+    finally:
+        reader.close()
+        owner.close()
 
 
 def test_checksum_is_one_of_three_words() -> None:
