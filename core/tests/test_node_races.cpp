@@ -534,8 +534,13 @@ static void a_segment_that_goes_with_its_cache_is_its_cache_gone() {
       std::this_thread::sleep_for(std::chrono::microseconds(i % 16 * 20));
       pair.there->registry().deallocate(cache->geometry.cache_id);
     });
-    const auto result = i % 2 == 0 ? pulled(*pair.here, pair.link, by_name("kv"), *into.cache, whole(), by_map)
-                                   : pushed(*pair.there, pair.back, *cache, by_name("into"), whole(), by_map);
+    Result result;
+    try {
+      result = i % 2 == 0 ? pulled(*pair.here, pair.link, by_name("kv"), *into.cache, whole(), by_map)
+                          : pushed(*pair.there, pair.back, *cache, by_name("into"), whole(), by_map);
+    } catch (const Error& error) {  // gone before the push was made
+      result.outcome = error.outcome();
+    }
     if (!result.outcome.ok()) CHECK_ENDS(Kind::not_found, "", result);
     ++(result.outcome.ok() ? contest.good : contest.gone);
     ending.join();

@@ -130,7 +130,14 @@ class Server:
         self.kill()  # also whoever has outlived it
 
 
+_kept: list[socket.socket] = []
+
+
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Kept for whoever listens there before long, and sets SO_REUSEADDR as servers do: the kernel gives it to nobody else while
+    this process lives."""
+    kept = socket.socket()
+    kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    kept.bind(("127.0.0.1", 0))
+    _kept.append(kept)
+    return int(kept.getsockname()[1])
