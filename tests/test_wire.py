@@ -23,6 +23,7 @@ HEADER = struct.Struct("<IHHQQ")
 SOCKET_ONLY = 4
 OK = struct.pack("<HBBH", 0, 1, 1, 0)
 NO_SPANS = bytes(5)
+NO_SUMS = bytes(4)  # in an ENDED
 
 
 class Connection:
@@ -71,7 +72,7 @@ def by_name(name: bytes) -> bytes:
 def link(address: str, secret: bytes, program: bytes = b"") -> tuple[Connection, bytes]:
     """The control connection and the link's token. Another host's boot id is said, so there is no local step."""
     control = Connection(address)
-    hello = b"KVFERRY1" + struct.pack("<HQ", 2, 5) + os.urandom(16) + bytes(16) + os.urandom(32) + b"\1" + text(program)
+    hello = b"KVFERRY1" + struct.pack("<HQ", 3, 5) + os.urandom(16) + bytes(16) + os.urandom(32) + b"\1" + text(program)
     control.send(HELLO, hello)
     challenge = control.receive(CHALLENGE)
     unproved, proof = challenge[:-32], challenge[-32:]
@@ -109,13 +110,20 @@ def test_a_peer_written_from_the_page_pulls_and_pushes(node: kvferry.Node) -> No
     select = struct.pack("<IIBQqQQ", 0, 1, 1, 10, 0, 0, 0) + runs((1, 2)) + NO_SPANS
     mine.send(PULL, struct.pack("<II", 1000, 0) + by_name(b"kv") + select, operation=10)
     assert mine.receive(PIECE, operation=10) == bytes(range(10, 30))
-    assert mine.receive(ENDED, operation=10)[2:] == b"\0\1" + text(b"") + struct.pack("<QB", 20, 4)
+    assert mine.receive(ENDED, operation=10)[2:] == b"\0\1" + text(b"") + struct.pack("<QB", 20, 4) + NO_SUMS
 
     everything = struct.pack("<Iq", 0, -1)
     source = struct.pack("<Q", 1) + text(b"far") + b"\1" + text(b"host") + struct.pack("<QQQI", 10, 10, 4, 1)
     source += struct.pack("<QIQ", 4096, 0, 0)
     moves = (
-        b"\2" + everything * 2 + struct.pack("<qIqI", 0, 0, -1, 6) + runs((3, 1)) + runs((6, 1)) + bytes(4) + bytes(4)
+        b"\2"
+        + everything * 2
+        + struct.pack("<qIqI", 0, 0, -1, 6)
+        + runs((3, 1))
+        + runs((6, 1))
+        + bytes(4)
+        + bytes(4)
+        + bytes(8)
     )
     guard = struct.pack("<IIQ", 1, 17, 21)
     mine.send(
@@ -126,8 +134,8 @@ def test_a_peer_written_from_the_page_pulls_and_pushes(node: kvferry.Node) -> No
         struct.pack("<IIBQqQQ", 0, 1, 0, 10, 0, 0, 0) + runs((3, 1)) + NO_SPANS
     )
     theirs.send(PIECE, b"ten bytes!", operation=number)
-    theirs.send(ENDED, OK + struct.pack("<QB", 10, 4), operation=number)
-    assert mine.receive(ENDED, operation=11)[-9:] == struct.pack("<QB", 10, 4)
+    theirs.send(ENDED, OK + struct.pack("<QB", 10, 4) + NO_SUMS, operation=number)
+    assert mine.receive(ENDED, operation=11)[-13:] == struct.pack("<QB", 10, 4) + NO_SUMS
     assert node.caches[0].numpy(0)[6].tobytes() == b"ten bytes!"
     for connection in (mine, theirs, control):
         connection.close()
@@ -149,17 +157,20 @@ def test_a_peer_written_from_the_page_moves_spans(node: kvferry.Node) -> None:
     )
     moves = b"\4" + struct.pack("<Iq", 0, -1) * 2 + struct.pack("<qIqI", 0, 0, -1, 0) + runs() + runs()
     moves += struct.pack("<I6Q", 2, 1 << 46, 78, 2, 4096, 33, 3) + bytes(4)
+    values = struct.pack("<I2QI2Q", 2, 2, 3, 2, 8, 9)  # of which the sender of a stream takes the checksums itself
     guard = struct.pack("<IIQ", 1, 17, 21)
     mine.send(
-        PUSH, struct.pack("<IB", 1000, SOCKET_ONLY) + by_name(b"kv") + b"\0" + guard + memory + moves, operation=11
+        PUSH,
+        struct.pack("<IB", 1000, SOCKET_ONLY) + by_name(b"kv") + b"\0" + guard + memory + moves + values,
+        operation=11,
     )
     number, asked = theirs.receive_request(PULL)
     assert asked[4:] == guard + struct.pack("<BQQ", 7, 11, 0) + text(b"") + bytes(4) + bytes(
         struct.calcsize("<IIBQqQQ") + 4 + 5
     )
     theirs.send(PIECE, b"five!", operation=number)
-    theirs.send(ENDED, OK + struct.pack("<QB", 5, 4), operation=number)
-    assert mine.receive(ENDED, operation=11)[-9:] == struct.pack("<QB", 5, 4)
+    theirs.send(ENDED, OK + struct.pack("<QB", 5, 4) + NO_SUMS, operation=number)
+    assert mine.receive(ENDED, operation=11)[-13:] == struct.pack("<QB", 5, 4) + NO_SUMS
     kv = node.caches[0].numpy(0).reshape(-1)
     assert kv[78:].tobytes() == b"fi" and kv[32:37].tobytes() == b"\x20ve!\x24"
     for connection in (mine, theirs, control):
