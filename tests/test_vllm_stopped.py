@@ -6,6 +6,7 @@ two calls of the C library that bring them.
 
 import contextlib
 import itertools
+import json
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from vllm_support import (
     BLOCK,
     Server,
     asked_of,
+    body_of,
     ended,
     free_port,
     make_model,
@@ -192,6 +194,53 @@ def test_pushed_layer_by_layer(started: Pair) -> None:
     assert started.decode.metrics()["tokens_used:handover"] == 3003
     started.prefill.complete([1, 2, 3])
     assert started.prefill.metrics()["handovers:pushed"] == 3
+
+
+def test_no_words_of_a_request_end_an_engine(started: Pair) -> None:
+    """Whatever stands in its kv_transfer_params: it is computed, and its blocks come back."""
+    import httpx
+
+    host, _, port = started.node.rpartition(":")
+    tokens = started.fresh(40)
+    right = tokens_of(started.prefill.complete(tokens))
+    to_push = {"do_remote_prefill": True, "kvferry_push": "words", "remote_host": host, "remote_port": int(port)}
+    for server, words in (
+        (started.decode, to_push | {"remote_port": "INFINITE"}),
+        (started.decode, to_push | {"remote_port": -1}),
+        (started.decode, to_push | {"remote_host": ["h"], "kvferry_push": {"a": 1}}),
+        (started.decode, {"do_remote_prefill": True, "remote_block_ids": ["INFINITE"], "remote_port": None}),
+        (started.prefill, {"do_remote_decode": True, "kvferry_push": ["INFINITE"]}),
+    ):
+        said = json.dumps(body_of(tokens, kv_transfer_params=words)).replace('"INFINITE"', "1e999")
+        answer = httpx.post(
+            f"{server.url}/v1/completions", content=said, headers={"content-type": "application/json"}, timeout=120
+        )
+        assert answer.status_code == 200 and tokens_of(answer.json()) == right, (words, answer.text)
+
+
+def test_requests_that_share_the_name_of_a_push_are_all_answered(started: Pair) -> None:
+    """One may be pushed, the others are computed, and none of them waits for good."""
+    tokens = [started.fresh(300) for _ in range(3)]
+    right = [tokens_of(started.prefill.complete(one)) for one in tokens]
+    to_prefill, to_decode = push(started, "one name for all")
+    with ThreadPoolExecutor(4) as threads:
+        taking = [threads.submit(started.decode.complete, one, kv_transfer_params=to_decode) for one in tokens]
+        until(lambda: running(started.decode) > 0 or all(one.done() for one in taking), 60)
+        started.prefill.complete(tokens[0], 1, kv_transfer_params=to_prefill)
+        assert [tokens_of(one.result(120)) for one in taking] == right
+
+
+def test_several_answers_or_prompts_of_one_request_to_a_router_that_pushes(started: Pair) -> None:
+    port, tokens = free_port(), [started.fresh(300) for _ in range(3)]
+    right = [tokens_of(started.prefill.complete(one)) for one in tokens]
+    router = route(port, [started.prefill], [started.decode], words=["--prefill-node", started.node])
+    try:
+        twice = asked_of(port, tokens[0], n=2, temperature=1.0, top_k=1)  # greedy ones are one
+        assert [choice["token_ids"] for choice in twice["choices"]] == [right[0]] * 2
+        several = asked_of(port, tokens)
+        assert [choice["token_ids"] for choice in several["choices"]] == right
+    finally:
+        ended(router)
 
 
 def test_a_decode_that_is_stopped_amid_a_pull_until_its_blocks_are_others(pair: Pair) -> None:
