@@ -35,7 +35,10 @@ __all__ = [
 ]
 
 
-ASKED = {"do_remote_decode": True, "do_remote_prefill": False}
+# What the proxies of this dialect tell a prefill, whole.
+ASKED = {"do_remote_decode": True, "do_remote_prefill": False} | dict.fromkeys(
+    ("remote_engine_id", "remote_block_ids", "remote_host", "remote_port")
+)
 
 
 def make_model(folder: Path, **options: int) -> Path:
