@@ -104,8 +104,7 @@ std::vector<UnitRun> get_runs(Reader& in) {
 
 void put_target(Writer& out, const Target& target) {
   out.put(target.by).put(target.id).put(target.model).text(target.name);
-  out.put(static_cast<std::uint32_t>(target.addresses.size()));
-  out.raw(target.addresses.data(), target.addresses.size() * sizeof(std::uint64_t));
+  put_list(out, target.addresses);
 }
 
 Target get_target(Reader& in) {
@@ -114,8 +113,7 @@ Target get_target(Reader& in) {
   target.id = in.get<std::uint64_t>();
   target.model = in.get<std::uint64_t>();
   target.name = in.text();
-  target.addresses.resize(in.count(sizeof(std::uint64_t)));
-  in.raw(target.addresses.data(), target.addresses.size() * sizeof(std::uint64_t));
+  target.addresses = get_list<std::uint64_t>(in);
   return target;
 }
 

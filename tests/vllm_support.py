@@ -133,8 +133,7 @@ class Server(Started):
     """As the demonstration starts it, and what tests ask of it."""
 
     def complete(self, prompt: Sequence[int], tokens: int = 8, timeout_s: float = 120.0, **body: Any) -> dict[str, Any]:
-        asked = {"model": "model", "prompt": list(prompt), "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
-        return self.post("/v1/completions", asked | {"return_token_ids": True} | body, timeout_s)
+        return self.post("/v1/completions", body_of(list(prompt), max_tokens=tokens, **body), timeout_s)
 
 
 def route(
